@@ -1,0 +1,74 @@
+"""Self-speculative decoding with trained multi-token heads: the target's own text in fewer of its passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from mtp.checkpoint import CheckpointError, load_head, load_target, load_tokenizer, save_checkpoint
+from mtp.drafters import DRAFTERS, Drafter
+from mtp.heads import HEADS, Head
+from mtp.model import SpeculativeModel, SpeculativeOutput, speculate
+from mtp.stats import AcceptanceStats
+from mtp.target import Target, UnsupportedTargetError
+from mtp.tree import TokenTree
+
+__version__ = "0.1.0"
+
+
+def load(
+    folder: str | Path,
+    target: str | PreTrainedModel | Target | None = None,
+    *,
+    trust_remote_code: bool = False,
+    **target_kwargs: Any,
+) -> SpeculativeModel:
+    """Load an augmented checkpoint.
+
+    Args:
+        folder: what ``train/heads.py`` wrote (``RUN/best``).
+        target: the target, loaded or by name, where it is not to be the one that the checkpoint names.
+        trust_remote_code: allow code that comes with the target.
+        target_kwargs: for the target's ``from_pretrained``: ``dtype``, ``device_map`` ...
+
+    Raises:
+        CheckpointError: if the folder is no checkpoint or the target is not the one it was trained on.
+    """
+    if target is None:
+        target = load_target(folder, trust_remote_code=trust_remote_code, **target_kwargs)
+    elif isinstance(target, str):
+        model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=trust_remote_code, **target_kwargs)
+        target = Target(model)
+    elif not isinstance(target, Target):
+        target = Target(target)
+    return SpeculativeModel(target, load_head(folder, target), load_tokenizer(folder))
+
+
+def available_heads() -> list[str]:
+    """Families of trained heads."""
+    return sorted(HEADS)
+
+
+def available_drafters() -> list[str]:
+    """Drafters that need no training."""
+    return sorted(DRAFTERS)
+
+
+__all__ = [
+    "AcceptanceStats",
+    "CheckpointError",
+    "Drafter",
+    "Head",
+    "SpeculativeModel",
+    "SpeculativeOutput",
+    "Target",
+    "TokenTree",
+    "UnsupportedTargetError",
+    "available_drafters",
+    "available_heads",
+    "load",
+    "save_checkpoint",
+    "speculate",
+]

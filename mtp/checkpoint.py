@@ -1,0 +1,189 @@
+"""The augmented checkpoint: a folder with the head, what it belongs to, and what it was measured to do.
+
+config.json          the head's family and sizes; the target's name, revision and fingerprint; format version
+heads.safetensors    the head's weights, the draft vocabulary among them
+acceptance.json      what was measured, on what
+README.md            a model card written from those numbers
+tokenizer, generation config; with ``bundle_target`` also ``target/``, the target itself
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mtp.files import whole_folder, write_json
+from mtp.heads import Head, head_class
+from mtp.target import Target, fingerprint_mismatch
+
+FORMAT = 1
+CONFIG, WEIGHTS, ACCEPTANCE, CARD = "config.json", "heads.safetensors", "acceptance.json", "README.md"
+
+
+class CheckpointError(ValueError):
+    """A folder that is no usable augmented checkpoint; the message says what was found and what to do."""
+
+
+@dataclass(frozen=True)
+class TargetReference:
+    """Which target a head belongs to."""
+
+    name_or_path: str
+    revision: str | None
+    fingerprint: str
+
+    @classmethod
+    def of(cls, target: Target) -> TargetReference:
+        model = target.causal_lm
+        name = getattr(model.config, "name_or_path", "") or getattr(model, "name_or_path", "")
+        return cls(name, getattr(model.config, "_commit_hash", None), target.fingerprint())
+
+
+def save_checkpoint(
+    folder: str | Path,
+    head: Head,
+    *,
+    tokenizer: Any = None,
+    acceptance: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
+    bundle_target: bool = False,
+    also: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write an augmented checkpoint, whole or not at all.
+
+    Args:
+        head: attached to its target.
+        acceptance: measurements, as ``AcceptanceStats.to_dict`` gives them, with what they were made on.
+        training: the recipe, for the model card.
+        bundle_target: include the target's weights.
+        also: writes further files into the folder before it appears under its name.
+    """
+    folder = Path(folder)
+    reference = TargetReference.of(head.target)
+    with whole_folder(folder) as staged:
+        write_json(
+            staged / CONFIG,
+            {
+                "format": FORMAT,
+                "model_type": "mtp",
+                "head": {"family": head.family, **head.config.to_dict()},
+                "target": {**reference.__dict__, "bundled": bundle_target},
+            },
+        )
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+        save_file(tensors, staged / WEIGHTS, metadata={"format": "pt"})
+        write_json(staged / ACCEPTANCE, acceptance or {})
+        (staged / CARD).write_text(model_card(head, reference, acceptance or {}, training or {}), encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staged)
+        if head.target.model.generation_config is not None:
+            head.target.model.generation_config.save_pretrained(staged)
+        if bundle_target:
+            head.target.causal_lm.save_pretrained(staged / "target")
+        if also is not None:
+            also(staged)
+    return folder
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The checkpoint's ``config.json``, checked to be one of ours."""
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise CheckpointError(
+            f"No {CONFIG} in {folder}; expected an augmented checkpoint, as train/heads.py writes into RUN/best."
+        )
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if "head" not in config or "target" not in config:
+        raise CheckpointError(f"{path} describes no head; found keys {', '.join(sorted(config))}.")
+    if config.get("format", 0) > FORMAT:
+        raise CheckpointError(f"{path} has format {config['format']}; this version of mtp reads up to {FORMAT}.")
+    return config
+
+
+def load_head(folder: str | Path, target: Target, *, check_fingerprint: bool = True) -> Head:
+    """The checkpoint's head, attached to ``target``.
+
+    Raises:
+        CheckpointError: if the folder is incomplete or the target is not the one the head was trained on.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    expected, found = config["target"]["fingerprint"], target.fingerprint()
+    if check_fingerprint and (difference := fingerprint_mismatch(found, expected)) is not None:
+        raise CheckpointError(
+            f"{folder} was trained on {config['target']['name_or_path']} (fingerprint {expected}); the target at hand "
+            f"has fingerprint {found}: its {difference} differ. Load the target that the checkpoint names."
+        )
+    sizes = dict(config["head"])
+    family = head_class(sizes.pop("family"))
+    head = family(family.config_class.from_dict(sizes))
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise CheckpointError(f"No {WEIGHTS} in {folder}: the checkpoint is incomplete; copy it again.")
+    try:
+        head.load_state_dict(load_file(path))
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} does not fit its {CONFIG}: {error}") from error
+    return head.to(target.device).attach(target).eval()
+
+
+def load_target(
+    folder: str | Path, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False, **kwargs: Any
+) -> Target:
+    """The target that the checkpoint in ``folder`` names (or carries)."""
+    reference = read_config(folder)["target"]
+    path = str(Path(folder) / "target") if reference["bundled"] else reference["name_or_path"]
+    revision = None if reference["bundled"] else reference["revision"]
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
+        )
+    except OSError as error:
+        raise CheckpointError(
+            f"The target that {folder} names, {path!r}, cannot be loaded: {error}\n"
+            "Pass the target yourself: mtp.load(folder, target=model_or_path)."
+        ) from error
+    return Target(model)
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer kept in the checkpoint, or None when it holds none."""
+    if not (Path(folder) / "tokenizer_config.json").exists():
+        return None
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def model_card(head: Head, reference: TargetReference, acceptance: dict[str, Any], training: dict[str, Any]) -> str:
+    """A Hub model card in Markdown that states only what was measured."""
+    lines = [
+        "---",
+        "library_name: mtp",
+        f"base_model: {reference.name_or_path}",
+        "tags: [speculative-decoding, " + head.family + "]",
+        "---",
+        f"# {head.family} head for {reference.name_or_path}",
+        "",
+        "A drafter for exact speculative decoding: with an exact acceptance rule the output is the target's own.",
+        "",
+        f"- family `{head.family}`, {head.num_trainable_parameters():,} parameters, {head.config.steps} steps, "
+        f"draft vocabulary of {head.config.draft_vocab_size:,} of {head.config.vocab_size:,} tokens",
+        f"- target fingerprint `{reference.fingerprint}`",
+    ]
+    if acceptance:
+        lines += ["", "## Measured acceptance", "", "| what | mean accepted length | rounds |", "|---|---|---|"]
+        for name, values in acceptance.get("categories", {}).items():
+            lines.append(f"| {name} | {values['mean_accepted_length']:.2f} | {values['target_passes']} |")
+        if "mean_accepted_length" in acceptance:
+            lines.append(f"| **all** | **{acceptance['mean_accepted_length']:.2f}** | {acceptance['target_passes']} |")
+        lines += ["", f"On {acceptance.get('data', 'held-out rows')}; {acceptance.get('settings', 'greedy')}."]
+    if training:
+        lines += ["", "## Training recipe", "", "```json", json.dumps(training, indent=2), "```"]
+    lines += ["", "## Use", "", "```python", "import mtp", 'model = mtp.load("this-folder")', "```", ""]
+    return "\n".join(lines)

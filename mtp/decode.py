@@ -1,0 +1,239 @@
+"""The round loop: draft a tree, verify it in one pass of the target, commit a path, stop, stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from mtp.attention import AttentionPass
+from mtp.cache import TreeCache
+from mtp.drafters.base import Drafter, Draw, TargetStates
+from mtp.sampling import TargetSampler
+from mtp.stats import AcceptanceStats
+from mtp.target import Target
+from mtp.tree import TokenTree
+from mtp.verify import Verdict
+
+
+@dataclass(eq=False)  # a row is itself: two rows with the same tokens are still two
+class Row:
+    """One sequence while it grows.
+
+    Attributes:
+        index: its place in the caller's batch.
+        ids: the caller's (padded) prompt and everything committed or chosen since; the last one is pending.
+        kept: for every token generated, whether it was guessed by the drafter.
+    """
+
+    index: int
+    ids: list[int]
+    kept: list[bool] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class DecodeSettings:
+    """How to decode, apart from which token to choose.
+
+    Attributes:
+        nodes: most nodes of a tree, the root included.
+        draw: draw the drafter's children at random instead of taking its likeliest ones.
+    """
+
+    nodes: int
+    draw: Draw | None = None
+
+
+class StopRule:
+    """When a row ends: the prepared criteria, asked after every single token, so that no block overshoots."""
+
+    def __init__(self, criteria: StoppingCriteriaList, device: torch.device):
+        self.device = device
+        self.eos: set[int] = set()
+        self.max_length: int | None = None
+        self.others = []
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                self.eos |= set(criterion.eos_token_id.flatten().tolist())
+            elif type(criterion) is MaxLengthCriteria:
+                self.max_length = min(criterion.max_length, self.max_length or criterion.max_length)
+            else:
+                self.others.append(criterion)
+
+    def ends(self, ids: list[int]) -> bool:
+        """Whether the sequence is complete with its last token."""
+        if ids[-1] in self.eos or (self.max_length is not None and len(ids) >= self.max_length):
+            return True
+        if not self.others:
+            return False
+        tensor = torch.tensor([ids], device=self.device)
+        return any(bool(torch.as_tensor(criterion(tensor, None)).any()) for criterion in self.others)
+
+
+class Decoder:
+    """Generates for one batch.
+
+    Args:
+        target: verifies.
+        drafter: guesses.
+        sampler: chooses tokens under the caller's settings.
+        stop: decides when a row ends.
+        settings: tree size and kind.
+        on_token: called with ``(row index, token)`` for every token, in order.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        sampler: TargetSampler,
+        stop: StopRule,
+        settings: DecodeSettings,
+        on_token: Callable[[int, int], None] | None = None,
+    ):
+        self.target = target
+        self.drafter = drafter
+        self.sampler = sampler
+        self.stop = stop
+        self.settings = settings
+        self.on_token = on_token
+        self.stats = AcceptanceStats()
+        if sampler.token_processors:
+            names = ", ".join(sampler.token_processors)
+            self.stats.notes.append(f"{names} depend on the tokens before a node: distributions computed node by node")
+
+    @torch.no_grad()
+    def run(self, prompts: list[list[int]], padded: list[list[int]]) -> list[Row]:
+        """Generate behind ``prompts`` (real tokens only).
+
+        Args:
+            padded: the prompts as the caller gave them, which is what Transformers' logits processors see.
+
+        Returns:
+            All rows, in the caller's order.
+        """
+        with self.stats.timed("prefill"):
+            rows, cache, pending = self._prefill(prompts, padded)
+        finished = [row for row in rows if self.stop.ends(row.ids)]
+        active = [row for row in rows if row not in finished]
+        pending = self._drop_finished(rows, active, cache, pending)
+        while active:
+            before = active
+            pending = self._round(active, cache, pending)
+            active = [row for row in active if not self.stop.ends(row.ids)]
+            finished += [row for row in before if row not in active]
+            with self.stats.timed("other"):
+                pending = self._drop_finished(before, active, cache, pending)
+        return sorted(finished, key=lambda row: row.index)
+
+    def _round(self, rows: list[Row], cache: TreeCache, pending: Tensor) -> Tensor:
+        """One pass of the target; returns the new pending tokens ``[B]``."""
+        with self.stats.timed("draft"):
+            tree = self.drafter.propose(pending, self.settings.nodes, self.settings.draw)
+            tree = self._within_positions(tree, cache)
+        with self.stats.timed("verify"):
+            attention = AttentionPass.over_tree(tree, cache.lengths, cache.start)
+            output = self.target.forward(tree.tokens, cache, attention, self.drafter.taps)
+            verdict = self.sampler.verify(
+                tree, output.logits, [row.ids[:-1] for row in rows], [row.index for row in rows]
+            )
+        with self.stats.timed("other"):
+            counts = self._commit_tokens(rows, tree, verdict)
+        with self.stats.timed("commit"):
+            longest = max(at + count for at, count in zip(self._lengths, counts, strict=True))
+            self._lengths = [at + count for at, count in zip(self._lengths, counts, strict=True)]
+            kept = torch.tensor(counts, device=verdict.path.device)
+            path = verdict.path[:, : max(counts)]
+            cache.commit(path, kept, longest)
+        with self.stats.timed("draft"):
+            self.drafter.observe(_states_along(path, kept, tree, output.hidden, output.taps))
+        return verdict.next_token
+
+    def _commit_tokens(self, rows: list[Row], tree: TokenTree, verdict: Verdict) -> list[int]:
+        """Append each row's accepted tokens up to its end; returns how many path nodes belong into the cache."""
+        tokens = tree.tokens.gather(1, verdict.path).tolist()
+        next_tokens, counts = verdict.next_token.tolist(), verdict.counts.tolist()
+        drafted = (tree.valid.sum(1) - 1).tolist()
+        committed = []
+        for at, row in enumerate(rows):
+            block = [*tokens[at][1 : counts[at]], next_tokens[at]]
+            used = 0
+            for token in block:
+                row.ids.append(token)
+                row.kept.append(used < counts[at] - 1)
+                used += 1
+                if self.on_token is not None:
+                    self.on_token(row.index, token)
+                if used < len(block) and self.stop.ends(row.ids):
+                    break
+            committed.append(min(used, counts[at]))
+            self.stats.record(kept=min(counts[at] - 1, used), committed=used, drafted=drafted[at])
+        return committed
+
+    def _prefill(self, prompts: list[list[int]], padded: list[list[int]]) -> tuple[list[Row], TreeCache, Tensor]:
+        """Read the prompts, choose each row's first token and start the drafter."""
+        device = self.target.device
+        lengths = [len(prompt) for prompt in prompts]
+        longest = max(lengths)
+        self._refuse_long(longest)
+        ids = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
+        budget = max((self.stop.max_length or longest) - min(len(row) for row in padded), 0)
+        capacity = longest + min(budget, 4096) + 2 * self.settings.nodes
+        cache = self.target.new_cache(len(prompts), capacity)
+        attention = AttentionPass.over_chain(longest, cache.lengths, cache.start)
+        counts = torch.tensor(lengths, device=device)
+        last, inverse = (counts - 1).unique(return_inverse=True)
+        output = self.target.forward(ids, cache, attention, self.drafter.taps, logits_at=last)
+        everything = torch.arange(longest, device=device).expand(len(prompts), -1)
+        cache.commit(everything, counts, longest)
+        self._lengths = lengths
+        logits = output.logits[torch.arange(len(prompts), device=device), inverse]
+        rows = [Row(index, list(row)) for index, row in enumerate(padded)]
+        scores = self.sampler.process(torch.tensor([row.ids for row in rows], device=device), logits)
+        pending = self.sampler.choose(scores)
+        for row, token in zip(rows, pending.tolist(), strict=True):
+            row.ids.append(token)
+            row.kept.append(False)
+            if self.on_token is not None:
+                self.on_token(row.index, token)
+        self.drafter.start(TargetStates(ids, output.hidden, output.taps, counts), capacity)
+        return rows, cache, pending
+
+    def _drop_finished(self, rows: list[Row], active: list[Row], cache: TreeCache, pending: Tensor) -> Tensor:
+        """Take ended rows out of the batch, so that no pass is spent on them."""
+        if len(active) == len(rows) or not active:
+            return pending
+        keep = [at for at, row in enumerate(rows) if row in active]
+        self._lengths = [self._lengths[at] for at in keep]
+        index = torch.tensor(keep, device=pending.device)
+        cache.select_rows(index, max(self._lengths))
+        self.drafter.select_rows(index)
+        return pending[index]
+
+    def _within_positions(self, tree: TokenTree, cache: TreeCache) -> TokenTree:
+        """Guesses past the target's last position are not made: the last tokens are decoded plainly."""
+        limit = self.target.max_positions
+        if limit is None or max(self._lengths) + int(tree.depths.max()) < limit:
+            return tree
+        return TokenTree.root_only(tree.tokens[:, 0])
+
+    def _refuse_long(self, longest: int) -> None:
+        limit = self.target.max_positions
+        if limit is not None and longest >= limit:
+            raise ValueError(
+                f"A prompt has {longest} tokens; this target has {limit} positions, and at least one must be left for "
+                "the answer. Shorten the prompt."
+            )
+
+
+def _states_along(path: Tensor, counts: Tensor, tree: TokenTree, hidden: Tensor, taps: Tensor | None) -> TargetStates:
+    """The states of the nodes that were committed, in order."""
+
+    def pick(states: Tensor) -> Tensor:
+        return states.gather(1, path[..., None].expand(-1, -1, states.shape[2]))
+
+    return TargetStates(tree.tokens.gather(1, path), pick(hidden), None if taps is None else pick(taps), counts)

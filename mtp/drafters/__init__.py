@@ -1,0 +1,22 @@
+"""Drafters that need no training, and the interface that all drafters share."""
+
+from __future__ import annotations
+
+from mtp.drafters.base import Drafter, Draw, TargetStates
+from mtp.drafters.plain import PlainDrafter
+
+DRAFTERS: dict[str, type[Drafter]] = {"none": PlainDrafter}
+
+
+def drafter_by_name(name: str) -> Drafter:
+    """A drafter that needs no weights.
+
+    Raises:
+        ValueError: if there is no such drafter.
+    """
+    if name not in DRAFTERS:
+        raise ValueError(f"No drafter {name!r}; there are {', '.join(sorted(DRAFTERS))}, or pass a Drafter object.")
+    return DRAFTERS[name]()
+
+
+__all__ = ["DRAFTERS", "Drafter", "Draw", "PlainDrafter", "TargetStates", "drafter_by_name"]

@@ -1,0 +1,23 @@
+"""Trained drafters: one file a family, one registry."""
+
+from __future__ import annotations
+
+from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
+from mtp.heads.eagle3 import Eagle3Head
+from mtp.heads.medusa import MedusaHead
+
+HEADS: dict[str, type[Head]] = {head.family: head for head in (Eagle3Head, MedusaHead)}
+
+
+def head_class(family: str) -> type[Head]:
+    """The class of a head family.
+
+    Raises:
+        ValueError: if there is no such family.
+    """
+    if family not in HEADS:
+        raise ValueError(f"No head family {family!r}; there are {', '.join(sorted(HEADS))}.")
+    return HEADS[family]
+
+
+__all__ = ["HEADS", "Head", "HeadConfig", "Prediction", "TrainingBatch", "head_class"]

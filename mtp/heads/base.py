@@ -1,0 +1,168 @@
+"""What a trained head is: a drafter that is also an ``nn.Module``, with the alignment of its labels in one place."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from mtp.drafters.base import Drafter, TargetStates
+from mtp.target import Target
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a head says at one unrolled step, for M of the batch's positions.
+
+    Attributes:
+        logits: ``[M, Vd]`` over the draft vocabulary.
+        rows: ``[M]`` the batch row of each prediction.
+        positions: ``[M]`` the token position whose *target distribution* each prediction imitates: the distribution
+            over the token at ``positions + 1`` given everything up to ``positions``.
+    """
+
+    logits: Tensor
+    rows: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Sizes that every family has.  A family adds its own in a subclass.
+
+    Attributes:
+        hidden_size: of the target.
+        vocab_size: of the target.
+        draft_vocab_size: tokens the head can propose; the most frequent ones in the training answers.
+        steps: how many tokens ahead it was trained to draft (unrolled steps, or heads).
+        nodes: nodes of the trees it proposes unless asked otherwise, the root included.
+        taps: the target's layers it reads, by the ids of ``Target.default_taps``.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    steps: int = 4
+    nodes: int = 16
+    taps: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"The draft vocabulary ({self.draft_vocab_size} tokens) is larger than the target's "
+                f"({self.vocab_size}); expected at most as many."
+            )
+        if self.steps < 1:
+            raise ValueError(f"A head needs at least one step; found steps={self.steps}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Inverse of ``to_dict``; unknown keys are refused."""
+        known = {item.name for item in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"{cls.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """Some distilled rows with the target's states, as ``Head.unroll`` takes them.
+
+    Attributes:
+        states: the target's states of whole rows, prompt and response, starting at position 0.
+        trained: ``[B, T]`` True at the tokens whose prediction is trained (the response, its end token included).
+    """
+
+    states: TargetStates
+    trained: Tensor
+
+    def bases(self, lookahead: int) -> Tensor:
+        """``[B, T]`` True at positions t whose guess at the token ``t + lookahead`` is trained."""
+        moved = torch.zeros_like(self.trained)
+        moved[:, : max(self.trained.shape[1] - lookahead, 0)] = self.trained[:, lookahead:]
+        return moved
+
+
+class Head(nn.Module, Drafter):
+    """A small network on top of a frozen target that drafts several tokens ahead.
+
+    A head proposes the token after the pending one first: its step s, standing at position t, knows the token
+    ``t + 1`` and guesses the token ``t + 2 + s``.
+
+    Attributes:
+        family: the registry's name for it.
+        draft_ids: ``[Vd]`` target token id of each entry of the draft vocabulary.
+    """
+
+    family: ClassVar[str]
+    config_class: ClassVar[type[HeadConfig]] = HeadConfig
+    config: HeadConfig
+    draft_ids: Tensor
+
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        self.config = config
+        self.taps = config.taps
+        self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))
+        self._target: tuple[Target, ...] = ()
+
+    @classmethod
+    @abstractmethod
+    def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
+        """A fresh head for ``target``, with sizes taken from it where ``sizes`` does not say otherwise."""
+
+    @property
+    def target(self) -> Target:
+        if not self._target:
+            raise RuntimeError("This head is attached to no target; call head.attach(target) first.")
+        return self._target[0]
+
+    def attach(self, target: Target) -> Self:
+        """Connect to the target, whose embeddings it reads.  The target does not become part of the head's weights.
+
+        Raises:
+            ValueError: if the sizes do not fit.
+        """
+        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        for name, found in sizes.items():
+            if (expected := getattr(self.config, name)) != found:
+                raise ValueError(
+                    f"This {self.family} head was made for a target with {name} {expected}; the target at hand has "
+                    f"{found}. Load the target that the checkpoint names."
+                )
+        self._target = (target,)
+        return self
+
+    @abstractmethod
+    def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
+        """Predictions of every step, for exactly the trained tokens that the step can reach.
+
+        Step s trains each marked token j with ``j >= 2 + s`` once, from base position ``j - 2 - s``.
+        """
+
+    def forward(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
+        """``unroll``, under the name by which wrappers for distributed training call it."""
+        return self.unroll(batch, steps)
+
+    @abstractmethod
+    def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
+        """Set the weights by least squares on the target's own states; one pass over ``batches``."""
+
+    def set_draft_vocabulary(self, draft_ids: Tensor) -> None:
+        """Name the target tokens that the head's output rows stand for (``[Vd]``, without repeats)."""
+        if draft_ids.shape != self.draft_ids.shape or draft_ids.unique().numel() != draft_ids.numel():
+            raise ValueError(
+                f"Expected {self.draft_ids.numel()} different token ids as the draft vocabulary; found "
+                f"{draft_ids.numel()} ids, {draft_ids.unique().numel()} of them different."
+            )
+        self.draft_ids.copy_(draft_ids)
+
+    def num_trainable_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)

@@ -1,0 +1,365 @@
+"""EAGLE-3 (Li et al., arXiv 2503.01840): one decoder layer that reads the target's hidden states.
+
+Three tapped layers of the target are fused by ``fc`` into one hidden state.  The layer reads
+``[norm(embedding of the next token); norm(hidden)]`` and gives a hidden state, from which the next token is guessed and
+which takes the fused state's place at the next step.  Weights are named and used as vLLM and SGLang expect them.
+
+Positions.  The entry at position t holds token ``t + 1`` and the target's states at t; it guesses token ``t + 2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from mtp.attention import AttentionPass, attend
+from mtp.cache import TreeCache
+from mtp.drafters.base import Draw, TargetStates
+from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
+from mtp.heads.layers import GatedMLP, Rotary, gather_positions, rope_parameters, unit_scale
+from mtp.heads.warmstart import RidgeRegression
+from mtp.packing import PackedLinears
+from mtp.planner import BestFirstGrowth, drawn_widths
+from mtp.target import Target
+from mtp.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Eagle3Config(HeadConfig):
+    """Sizes of an EAGLE-3 head; see ``HeadConfig`` for those every family has.
+
+    Attributes:
+        depth: longest path of drafted tokens in a tree.
+        width: nodes expanded a level.
+    """
+
+    num_heads: int = 8
+    head_dim: int = 64
+    intermediate_size: int = 1536
+    rms_norm_eps: float = 1e-6
+    max_positions: int = 8192
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+    depth: int = 6
+    width: int = 6
+
+
+class Eagle3Layer(nn.Module):
+    """The draft layer.  Its input is twice as wide as its output."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        hidden, inner = config.hidden_size, config.num_heads * config.head_dim
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.input_layernorm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.q_proj = nn.Linear(2 * hidden, inner, bias=False)
+        self.k_proj = nn.Linear(2 * hidden, inner, bias=False)
+        self.v_proj = nn.Linear(2 * hidden, inner, bias=False)
+        self.o_proj = nn.Linear(inner, hidden, bias=False)
+        self.mlp = GatedMLP(hidden, config.intermediate_size)
+
+    def mix(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        """``[..., 2H]`` what queries, keys and values are computed from."""
+        return torch.cat([self.input_layernorm(embedding), self.hidden_norm(hidden)], dim=-1)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """``[B, T, heads * D] -> [B, heads, T, D]``."""
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Residual, output projection and MLP: ``hidden [..., H]``, ``attended [..., heads * D]`` to ``[..., H]``."""
+        hidden = hidden + self.o_proj(attended)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Head(Head):
+    """See the module's text.  Drafts dynamic best-first trees, as EAGLE-2 (arXiv 2406.16858)."""
+
+    family: ClassVar[str] = "eagle3"
+    config_class: ClassVar[type[HeadConfig]] = Eagle3Config
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        if len(config.taps) != 3:
+            raise ValueError(f"EAGLE-3 reads three layers of the target; found taps={config.taps}.")
+        self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_positions)
+        self._packed = PackedLinears(self)
+
+    @classmethod
+    def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
+        text = target.config
+        heads = text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        defaults: dict[str, Any] = {
+            "taps": target.default_taps(),
+            "num_heads": heads,
+            "head_dim": head_dim,
+            "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            "max_positions": target.max_positions or Eagle3Config.max_positions,
+            "rope_parameters": rope_parameters(target),
+        }
+        config = Eagle3Config(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_ids.numel(),
+            **{**defaults, **sizes},
+        )
+        head = cls(config).to(target.device).attach(target)
+        head.set_draft_vocabulary(draft_ids)
+        return head
+
+    # ---- training -------------------------------------------------------------------------------------------------
+
+    def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
+        """Training-time test: step s reads the hidden states that step s - 1 produced (EAGLE-3, section 3.2).
+
+        At step s a base position sees the true entries up to itself and its own entries of steps 1 to s, exactly what
+        a chain sees when it is drafted.
+        """
+        states, layer = batch.states, self.midlayer
+        assert states.taps is not None
+        embeddings = self.target.embed(states.tokens).float()
+        fused = self.fc(states.taps[:, :-1])
+        entries = layer.mix(embeddings[:, 1:], fused)
+        everywhere = torch.arange(entries.shape[1], device=entries.device)[None]
+        # Positions from which some step's guess is trained, as one range a row: [B, P].
+        bases = base_ranges(batch, steps)
+        inside = bases.clamp(0, entries.shape[1] - 1)
+        query = layer.split_heads(layer.q_proj(gather_positions(entries, inside)))
+        key, value = layer.split_heads(layer.k_proj(entries)), layer.split_heads(layer.v_proj(entries))
+        query = self._rotate(query, inside)
+        key = self._rotate(key, everywhere)
+        visible = everywhere[:, None] <= inside[:, :, None]
+        hidden = gather_positions(fused, inside)
+        own_keys: list[Tensor] = []
+        own_values: list[Tensor] = []
+        predictions = []
+        for step in range(steps):
+            if step > 0:
+                nodes = (inside + 1 + step).clamp_max(states.tokens.shape[1] - 1)
+                x = layer.mix(gather_positions(embeddings, nodes), hidden)
+                query = self._rotate(layer.split_heads(layer.q_proj(x)), inside + step)
+                own_keys.append(self._rotate(layer.split_heads(layer.k_proj(x)), inside + step))
+                own_values.append(layer.split_heads(layer.v_proj(x)))
+            attended = _attend_with_own(query, key, value, visible, own_keys, own_values)
+            hidden = layer.finish(hidden, attended)
+            trained = batch.bases(step + 2).gather(1, inside) & (bases == inside)
+            rows, columns = trained.nonzero(as_tuple=True)
+            logits = self.lm_head(self.norm(hidden[rows, columns]))
+            predictions.append(Prediction(logits, rows, inside[rows, columns] + 1 + step))
+        return predictions
+
+    @torch.no_grad()
+    def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
+        """Fit the layer as a linear map onto the target's final states, and leave the MLP at zero.
+
+        With u the target's final hidden state at unit scale, the layer is to compute ``u[t+1]`` from the next token's
+        embedding and from its hidden input, so that a step can follow a step:
+
+        1. ``u[t+1] ~ A e + M u[t]``, with e the normalised embedding of token t + 1; A and M - I become the value and
+           output projections of attention heads that look only at their own position;
+        2. ``u[t+1] - A e ~ W f``, with f the tapped states: what all three layers know about the next state;
+        3. ``fc`` gives, from f, the hidden input whose image under M is closest to W f, near the estimate of u[t].
+        """
+        width, layer = self.config.hidden_size, self.midlayer
+        fit = RidgeRegression(5 * width, width, device=self.fc.weight.device)
+        scale = None
+        for batch in batches:
+            inputs, target = _fit_inputs(self, batch)
+            scale = scale or unit_scale(target)
+            inputs[:, width : 2 * width] /= scale
+            fit.add(inputs, target / scale)
+        if scale is None:
+            raise ValueError("A warm start needs at least one batch of training rows; found none.")
+        step = fit.solve(slice(0, 2 * width))
+        a, m = step[:, :width], step[:, width:]
+        residual = fit.cross - fit.gram[:, :width] @ a.T.double()
+        w = fit.solve(slice(2 * width, None), cross=residual)
+        current = fit.solve(slice(2 * width, None), cross=fit.gram[:, width : 2 * width])
+        normal = m.T @ m + 0.1 * torch.eye(width, device=m.device)
+        self.fc.weight.copy_(current + torch.linalg.solve(normal, m.T @ (w - m @ current)))
+        layer.hidden_norm.weight.fill_(1.0)
+        layer.input_layernorm.weight.fill_(1.0)
+        layer.post_attention_layernorm.weight.fill_(1.0)
+        identity = torch.eye(width, device=m.device)
+        _start_attention(layer, torch.cat([a, m - identity], dim=1))
+        layer.mlp.down_proj.weight.zero_()
+        self.norm.weight.fill_(scale)
+        self.lm_head.weight.copy_(self.target.output_matrix[self.draft_ids])
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.rotary(x, x, positions)[0]
+
+    # ---- decoding -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def start(self, states: TargetStates, capacity: int) -> None:
+        batch = states.tokens.shape[0]
+        self._cache = TreeCache(1, batch, capacity + 2 * self.config.width * self.config.depth, self.fc.weight.device)
+        self._longest = 0
+        self._unread = states
+
+    @torch.no_grad()
+    def observe(self, states: TargetStates) -> None:
+        self._unread = states
+
+    @torch.no_grad()
+    def select_rows(self, rows: Tensor) -> None:
+        unread = self._unread
+        self._cache.select_rows(rows, int(self._cache.lengths[rows].max()))
+        taps = None if unread.taps is None else unread.taps[rows]
+        self._unread = TargetStates(unread.tokens[rows], unread.hidden[rows], taps, unread.counts[rows])
+
+    @torch.no_grad()
+    def propose(self, pending: Tensor, nodes: int, draw: Draw | None = None) -> TokenTree:
+        with self._packed.active():
+            hidden, logits = self._read(pending)
+            if draw is None:
+                return self._grow_best_first(pending, nodes, hidden, logits)
+            return self._grow_drawn(pending, nodes, hidden, logits, draw)
+
+    def _read(self, pending: Tensor) -> tuple[Tensor, Tensor]:
+        """Enter what was committed since the last call, and guess what follows the pending tokens.
+
+        Returns hidden states ``[B, 1, H]`` and logits ``[B, 1, Vd]`` of the roots.
+        """
+        states, layer, cache = self._unread, self.midlayer, self._cache
+        assert states.taps is not None
+        last = (states.counts - 1)[:, None]
+        following = torch.cat([states.tokens[:, 1:], pending[:, None]], dim=1).scatter(1, last, pending[:, None])
+        fused = self.fc(states.taps.to(self.fc.weight.dtype))
+        entries = layer.mix(self._embed(following), fused)
+        cache.stage(entries.shape[1])
+        attention = AttentionPass.over_chain(entries.shape[1], cache.lengths, cache.start)
+        key = self._rotate(layer.split_heads(layer.k_proj(entries)), attention.positions)
+        key, value = cache.update(key, layer.split_heads(layer.v_proj(entries)), 0)
+        # Only the last entry of a row guesses; the others are there to be looked back at.
+        position = attention.positions.gather(1, last)
+        query = self._rotate(layer.split_heads(layer.q_proj(gather_positions(entries, last))), position)
+        mask = attention.mask(None, query.device)
+        mask = mask.gather(1, last[..., None].expand(-1, -1, mask.shape[2]))
+        attended = attend(query, key, value, mask, self.config.head_dim**-0.5).flatten(2)
+        hidden = layer.finish(gather_positions(fused, last), attended)
+        everything = torch.arange(entries.shape[1], device=entries.device).expand(entries.shape[0], -1)
+        longest = int((cache.lengths + states.counts).max())
+        cache.commit(everything, states.counts, longest)
+        return hidden, self.lm_head(self.norm(hidden))
+
+    def _grow_best_first(self, pending: Tensor, nodes: int, hidden: Tensor, logits: Tensor) -> TokenTree:
+        growth = BestFirstGrowth(pending, nodes, self.config.width)
+        growth.add(torch.log_softmax(logits.float(), dim=-1), self.draft_ids)
+        for depth in range(1, self.config.depth):
+            if growth.is_settled():
+                break
+            tokens, picked, mask = growth.frontier()
+            hidden, logits = self._step(tokens, gather_positions(hidden, picked), mask, depth)
+            growth.add(torch.log_softmax(logits.float(), dim=-1), self.draft_ids)
+        self._cache.discard()
+        return growth.tree()
+
+    def _grow_drawn(self, pending: Tensor, nodes: int, hidden: Tensor, logits: Tensor, draw: Draw) -> TokenTree:
+        branching, expanded = drawn_widths(nodes, self.config.depth)
+        growth = BestFirstGrowth(pending, nodes, width=branching)
+        for depth, width in enumerate(expanded):
+            if depth > 0:
+                tokens, picked, mask = growth.frontier(width)
+                hidden, logits = self._step(tokens, gather_positions(hidden, picked), mask, depth)
+            growth.add(draw.log_probs(logits), self.draft_ids, draw)
+        self._cache.discard()
+        return growth.drawn_tree(self.config.vocab_size)
+
+    def _step(self, tokens: Tensor, parents_hidden: Tensor, staged_mask: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """One level of the tree: ``tokens [B, W]`` whose parents gave ``parents_hidden [B, W, H]``."""
+        layer, cache = self.midlayer, self._cache
+        cache.stage(tokens.shape[1])
+        x = layer.mix(self._embed(tokens), parents_hidden)
+        positions = (cache.lengths + (depth - 1))[:, None].expand_as(tokens)
+        attention = AttentionPass(cache.lengths, cache.start, positions, staged_mask, positions)
+        query = self._rotate(layer.split_heads(layer.q_proj(x)), positions)
+        key = self._rotate(layer.split_heads(layer.k_proj(x)), positions)
+        key, value = cache.update(key, layer.split_heads(layer.v_proj(x)), 0)
+        mask = attention.mask(None, x.device)
+        attended = attend(query, key, value, mask, self.config.head_dim**-0.5).flatten(2)
+        hidden = layer.finish(parents_hidden, attended)
+        return hidden, self.lm_head(self.norm(hidden))
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.target.embed(tokens).to(self.fc.weight)
+
+
+def base_ranges(batch: TrainingBatch, steps: int) -> Tensor:
+    """``[B, P]`` consecutive positions of each row from which some step trains; those past a row's last are -1."""
+    wanted = torch.stack([batch.bases(step + 2) for step in range(steps)]).any(0)
+    count = wanted.shape[1]
+    index = torch.arange(count, device=wanted.device)
+    first = torch.where(wanted, index, count).amin(1, keepdim=True)
+    last = torch.where(wanted, index, -1).amax(1, keepdim=True)
+    length = max(int((last - first).max()) + 1, 1)
+    bases = first + torch.arange(length, device=wanted.device)
+    return torch.where(bases <= last, bases, -1)
+
+
+def _attend_with_own(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, own_keys: list[Tensor], own_values: list[Tensor]
+) -> Tensor:
+    """Attention of ``query [B, h, P, D]`` to ``key [B, h, T, D]`` where ``visible [B, P, T]``, and to the key of the
+    same index p in each of ``own_keys``.  Returns ``[B, P, h * D]``."""
+    scaling = query.shape[-1] ** -0.5
+    shared = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible[:, None], float("-inf"))
+    own = [(query * k).sum(-1, keepdim=True) * scaling for k in own_keys]
+    weights = torch.cat([shared, *own], dim=-1).softmax(-1)
+    length = key.shape[2]
+    out = weights[..., :length] @ value
+    for at, v in enumerate(own_values):
+        out = out + weights[..., length + at, None] * v
+    return out.transpose(1, 2).flatten(2)
+
+
+def _fit_inputs(head: Eagle3Head, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+    """``[M, 5H]`` (normalised next embedding, final state, tapped states) and ``[M, H]`` (next final state)."""
+    states = batch.states
+    assert states.taps is not None
+    rows, bases = batch.bases(2).nonzero(as_tuple=True)
+    embedding = head.target.embed(states.tokens[rows, bases + 1]).float()
+    embedding = embedding * torch.rsqrt(embedding.pow(2).mean(-1, keepdim=True) + head.config.rms_norm_eps)
+    inputs = torch.cat([embedding, states.hidden[rows, bases], states.taps[rows, bases]], dim=-1)
+    return inputs, states.hidden[rows, bases + 1]
+
+
+def _start_attention(layer: Eagle3Layer, linear_map: Tensor) -> None:
+    """Make two thirds of the heads carry ``linear_map [H, 2H]`` of a position's own input; leave the rest free.
+
+    A carrying head has equal query and key projections of the embedding half: a position's score with itself is then
+    the largest, since other tokens' embeddings are nearly orthogonal and the rotation sets repeats of the same token
+    apart.  Its values and output are a slice of the map's singular vectors.  Free heads start with an output of zero.
+    """
+    heads, dim = layer.num_heads, layer.head_dim
+    width = linear_map.shape[0]
+    carrying = max(1, (2 * heads) // 3)
+    rank = min(carrying * dim, width)
+    left, singular, right = torch.linalg.svd(linear_map, full_matrices=False)
+    root = singular[:rank].sqrt()
+    layer.v_proj.weight.normal_(0, (2 * width) ** -0.5)
+    layer.o_proj.weight.zero_()
+    layer.v_proj.weight[:rank] = root[:, None] * right[:rank]
+    layer.o_proj.weight[:, :rank] = left[:, :rank] * root
+    for projection in (layer.q_proj, layer.k_proj):
+        projection.weight.normal_(0, (2 * width) ** -0.5)
+    sharpness = 16.0  # a position's score with itself, before the softmax
+    basis = torch.linalg.qr(torch.randn(width, min(width, carrying * dim), device=linear_map.device)).Q.T
+    for head in range(carrying):
+        part = basis[torch.arange(head * dim, (head + 1) * dim) % basis.shape[0]]
+        block = torch.zeros(dim, 2 * width, device=linear_map.device)
+        block[:, :width] = part * (sharpness * dim**-0.5) ** 0.5
+        for projection in (layer.q_proj, layer.k_proj):
+            projection.weight[head * dim : (head + 1) * dim] = block

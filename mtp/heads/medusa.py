@@ -1,0 +1,168 @@
+"""Medusa-1 (Cai et al., arXiv 2401.10774): heads that each guess one position further ahead, on a frozen target.
+
+Head i reads the target's final hidden state at position t and guesses token ``t + 2 + i``.  It is ``layers`` residual
+SiLU blocks and an output matrix of its own.  Heads do not see each other's guesses, so the tree is the same every
+round: a static sparse tree over the ranks of their guesses, chosen from accuracies measured on held-out data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from mtp.drafters.base import Draw, TargetStates
+from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
+from mtp.heads.warmstart import RidgeRegression
+from mtp.packing import PackedLinears
+from mtp.planner import static_tree
+from mtp.target import Target
+from mtp.tree import TokenTree
+
+RANKS = 10  # guesses of one head that a tree may hold
+
+
+@dataclass(frozen=True)
+class MedusaConfig(HeadConfig):
+    """Sizes of a Medusa head.  ``steps`` is the number of heads.
+
+    Attributes:
+        layers: residual blocks of each head.
+        rank_accuracy: ``[steps][RANKS]`` how often each head's guess of each rank was right on held-out data; what
+            the tree is made from.  Until it is measured, a typical fall-off stands in.
+    """
+
+    layers: int = 1
+    rank_accuracy: tuple[tuple[float, ...], ...] = ()
+
+    def accuracies(self) -> tuple[tuple[float, ...], ...]:
+        if self.rank_accuracy:
+            return tuple(tuple(ranks) for ranks in self.rank_accuracy)
+        return tuple(tuple(0.4 * 0.75**step * 0.4**rank for rank in range(RANKS)) for step in range(self.steps))
+
+
+class ResidualBlock(nn.Module):
+    """``x + silu(W x + b)``."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHead(Head):
+    """See the module's text."""
+
+    family: ClassVar[str] = "medusa"
+    config_class: ClassVar[type[HeadConfig]] = MedusaConfig
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig):
+        super().__init__(config)
+        width = config.hidden_size
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(width) for _ in range(config.layers))) for _ in range(config.steps)
+        )
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(width, config.draft_vocab_size, bias=False) for _ in range(config.steps)
+        )
+        self._packed = PackedLinears(self)
+
+    @classmethod
+    def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
+        config = MedusaConfig(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_ids.numel(),
+            **sizes,
+        )
+        head = cls(config).to(target.device).attach(target)
+        head.set_draft_vocabulary(draft_ids)
+        return head
+
+    def guess(self, hidden: Tensor, step: int) -> Tensor:
+        """Logits ``[..., Vd]`` of head ``step`` from final hidden states ``[..., H]``."""
+        return self.lm_heads[step](self.blocks[step](hidden))
+
+    def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
+        predictions = []
+        for step in range(min(steps, self.config.steps)):
+            rows, bases = batch.bases(step + 2).nonzero(as_tuple=True)
+            logits = self.guess(batch.states.hidden[rows, bases], step)
+            predictions.append(Prediction(logits, rows, bases + 1 + step))
+        return predictions
+
+    @torch.no_grad()
+    def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
+        """Head i starts as a linear map of the final state at t onto that at ``t + 1 + i``, read by the target's own
+        output matrix; the residual blocks start as the identity."""
+        width = self.config.hidden_size
+        device = self.draft_ids.device
+        fits = [RidgeRegression(width, width, device) for _ in range(self.config.steps)]
+        for batch in batches:
+            for step, fit in enumerate(fits):
+                rows, bases = batch.bases(step + 2).nonzero(as_tuple=True)
+                hidden = batch.states.hidden
+                fit.add(hidden[rows, bases], hidden[rows, bases + 1 + step])
+        output = self.target.output_matrix[self.draft_ids].float()
+        for step, fit in enumerate(fits):
+            self.lm_heads[step].weight.copy_(output @ fit.solve())
+            for block in self.blocks[step]:
+                block.linear.weight.zero_()
+                block.linear.bias.zero_()
+
+    def set_rank_accuracy(self, rank_accuracy: tuple[tuple[float, ...], ...]) -> None:
+        """Choose trees from now on by these measured accuracies (``[steps][RANKS]``)."""
+        self.config = replace(self.config, rank_accuracy=rank_accuracy)
+
+    # ---- decoding -------------------------------------------------------------------------------------------------
+
+    def start(self, states: TargetStates, capacity: int) -> None:
+        self.observe(states)
+
+    def observe(self, states: TargetStates) -> None:
+        """Only the last committed token's state matters."""
+        last = (states.counts - 1)[:, None, None].expand(-1, 1, states.hidden.shape[2])
+        self._hidden = states.hidden.gather(1, last)[:, 0].to(self.lm_heads[0].weight.dtype)
+
+    def select_rows(self, rows: Tensor) -> None:
+        self._hidden = self._hidden[rows]
+
+    @torch.no_grad()
+    def propose(self, pending: Tensor, nodes: int, draw: Draw | None = None) -> TokenTree:
+        tree = static_tree(self.config.accuracies(), nodes)
+        depth = max(tree.depths)
+        if depth == 0:
+            return TokenTree.root_only(pending)
+        with self._packed.active():
+            logits = torch.stack([self.guess(self._hidden, step) for step in range(depth)], dim=1).float()
+        log_probs = logits.log_softmax(-1) if draw is None else draw.log_probs(logits)
+        count = max(tree.ranks) + 1
+        # Children of all nodes of a depth share that depth's guesses (drawn: its draws, in their order), from the first.
+        choice = log_probs.topk(count).indices if draw is None else draw.children(log_probs, count)
+        batch, device = pending.shape[0], pending.device
+        depths = torch.tensor(tree.depths, device=device)
+        ranks = torch.tensor(tree.ranks, device=device)
+        picked = choice[:, depths[1:] - 1, ranks[1:]]
+        log_q = log_probs[:, depths[1:] - 1].gather(2, picked[..., None])[..., 0]
+        return TokenTree(
+            tokens=torch.cat([pending[:, None], self.draft_ids[picked]], dim=1),
+            parents=torch.tensor(tree.parents, device=device).expand(batch, -1),
+            depths=depths.expand(batch, -1),
+            valid=torch.ones(batch, len(tree.parents), dtype=torch.bool, device=device),
+            log_q=torch.cat([log_q.new_zeros(batch, 1), log_q], dim=1),
+            q=None if draw is None else self._dense_q(log_probs, depths),
+        )
+
+    def _dense_q(self, log_probs: Tensor, depths: Tensor) -> Tensor:
+        """``[B, N, V]``: what the children of each node were drawn from; zero at the deepest nodes, which have none."""
+        batch, steps, _ = log_probs.shape
+        dense = log_probs.new_zeros(batch, steps + 1, self.config.vocab_size)
+        dense[:, :steps, self.draft_ids] = log_probs.exp()
+        return dense[:, depths]

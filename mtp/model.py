@@ -1,0 +1,182 @@
+"""A target and a drafter together, with the ``generate`` that Transformers' users know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from mtp.decode import Decoder, DecodeSettings, Row, StopRule
+from mtp.drafters import Drafter, Draw, drafter_by_name
+from mtp.heads import Head
+from mtp.sampling import TargetSampler
+from mtp.stats import AcceptanceStats
+from mtp.target import Target
+
+DEFAULT_NODES = 16
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What ``generate`` returns with ``return_dict_in_generate=True``.
+
+    Attributes:
+        sequences: ``[B, T]`` prompts and answers, as Transformers returns them.
+        acceptance: counters of the run.
+        kept: for each row, whether each generated token had been guessed by the drafter.
+    """
+
+    acceptance: AcceptanceStats | None = None
+    kept: list[list[bool]] | None = None
+
+
+class SpeculativeModel:
+    """A frozen target and a drafter: the target's own text, in fewer passes of the target.
+
+    Args:
+        target: the verifier.
+        drafter: the guesser; a trained head or one of ``mtp.available_drafters()``.
+        tokenizer: kept beside them for convenience; may be None.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, tokenizer: Any = None):
+        self.target = target
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        if isinstance(drafter, Head):
+            drafter.attach(target)
+
+    @classmethod
+    def from_target(cls, model: PreTrainedModel, drafter: str | Drafter, tokenizer: Any = None) -> SpeculativeModel:
+        """Put a drafter (an object, or the name of one that needs no training) on a loaded causal LM."""
+        return cls(Target(model), drafter_by_name(drafter) if isinstance(drafter, str) else drafter, tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    @property
+    def default_nodes(self) -> int:
+        """Nodes of a tree when the caller names none."""
+        return self.drafter.config.nodes if isinstance(self.drafter, Head) else DEFAULT_NODES
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as ``transformers`` would, with the same arguments and the same result.
+
+        Args:
+            nodes: most nodes of a draft tree, the root included.
+            drafter: another drafter for this call, an object or a name (``"none"`` decodes plainly).
+            drawn: for sampling: draw the drafter's children at random and accept by rejection, instead of taking its
+                likeliest tokens.  Both are exact.
+
+        Returns:
+            ``[B, T]`` token ids, or a ``SpeculativeOutput`` with ``return_dict_in_generate=True``.
+
+        Raises:
+            ValueError: for what cannot be drafted for (beam search, scores of every step ...), saying why.
+        """
+        own = {name: kwargs.pop(name) for name in ("nodes", "drafter", "drawn") if name in kwargs}
+        return self.target.causal_lm.generate(*args, custom_generate=speculate(self, **own), **kwargs)
+
+
+def speculate(
+    model: SpeculativeModel, *, nodes: int | None = None, drafter: str | Drafter | None = None, drawn: bool = False
+) -> Callable[..., Any]:
+    """The round loop as a decoding method for Transformers: ``lm.generate(..., custom_generate=speculate(model))``.
+
+    Transformers prepares the generation config, logits processors and stopping criteria; they mean what they always do.
+    """
+    if drafter is None:
+        drafter = model.drafter
+    elif isinstance(drafter, str):
+        drafter = drafter_by_name(drafter)
+    if nodes is None:
+        nodes = model.default_nodes
+    if nodes < 1:
+        raise ValueError(f"A draft tree has at least its root; found nodes={nodes}, expected 1 or more.")
+
+    def decode(
+        lm: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        refuse_unsupported_settings(generation_config, model_kwargs)
+        sampler = TargetSampler(logits_processor, generation_config.do_sample, input_ids.shape[0])
+        draw = Draw(temperature=generation_config.temperature or 1.0) if drawn and generation_config.do_sample else None
+        decoder = Decoder(
+            model.target,
+            drafter,
+            sampler,
+            StopRule(stopping_criteria, input_ids.device),
+            DecodeSettings(nodes, draw),
+            on_token=None if streamer is None else _stream_to(streamer, input_ids.shape[0]),
+        )
+        padded = input_ids.tolist()
+        rows = decoder.run(real_tokens(padded, model_kwargs.get("attention_mask")), padded)
+        if streamer is not None:
+            streamer.end()
+        sequences = pad_sequences(rows, generation_config, input_ids)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        return SpeculativeOutput(sequences=sequences, acceptance=decoder.stats, kept=[row.kept for row in rows])
+
+    return decode
+
+
+def real_tokens(padded: list[list[int]], mask: Tensor | None) -> list[list[int]]:
+    """The prompts without their padding, whichever side it is on."""
+    if mask is None:
+        return padded
+    keep = mask.bool().tolist()
+    return [
+        [token for token, real in zip(row, flags, strict=True) if real] for row, flags in zip(padded, keep, strict=True)
+    ]
+
+
+def pad_sequences(rows: list[Row], config: GenerationConfig, input_ids: Tensor) -> Tensor:
+    """``[B, T]``: the rows, right-padded as Transformers pads rows that ended early."""
+    longest = max(len(row.ids) for row in rows)
+    pad = config.pad_token_id
+    if pad is None and any(len(row.ids) < longest for row in rows):
+        raise ValueError("Rows of different length need a pad_token_id; set one in the call or the generation config.")
+    return torch.tensor([row.ids + [pad] * (longest - len(row.ids)) for row in rows], device=input_ids.device)
+
+
+def refuse_unsupported_settings(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Raise for settings that would otherwise be ignored or mean something else."""
+    if (config.num_beams or 1) > 1:
+        raise ValueError(
+            f"num_beams={config.num_beams}: beam search keeps several continuations, drafting verifies one; use the "
+            "target's own generate, or num_beams=1."
+        )
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            raise ValueError(f"{name}=True is not supported with drafting yet; leave it out.")
+    if getattr(config, "penalty_alpha", None):
+        raise ValueError("Contrastive search (penalty_alpha) ranks several continuations; drafting verifies one.")
+    for name in ("prompt_lookup_num_tokens", "dola_layers"):
+        if getattr(config, name, None):
+            raise ValueError(f"{name} asks for another way of decoding; choose one with drafter=... instead.")
+    if getattr(config, "guidance_scale", None) not in (None, 1, 1.0):
+        raise ValueError(
+            "guidance_scale runs the model on a second prompt at every step; it cannot be drafted for yet."
+        )
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("inputs_embeds: drafting needs token ids; pass input_ids.")
+
+
+def _stream_to(streamer: BaseStreamer, batch_size: int) -> Callable[[int, int], None]:
+    if batch_size > 1:
+        raise ValueError(f"A streamer takes one sequence; found a batch of {batch_size}.")
+    return lambda row, token: streamer.put(torch.tensor([token]))

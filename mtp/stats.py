@@ -1,0 +1,86 @@
+"""What every round reports, summed before any ratio is taken."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+STAGES = ("prefill", "draft", "verify", "commit", "other")
+
+
+@dataclass
+class AcceptanceStats:
+    """Counters over the rounds of one or many generations.
+
+    A *round* here is one row's share of one pass of the target over a tree.
+
+    Attributes:
+        committed_tokens: tokens added by rounds (the one that a prompt's own pass gives is not among them).
+        target_passes: rounds; with several rows in a batch, one for each row that was still going.
+        drafted_tokens: guessed nodes that were verified.
+        histogram: how many rounds kept exactly so many guessed tokens.
+        seconds: wall time by stage.
+        notes: what a reader should know, for example which processor forced the slow path.
+    """
+
+    committed_tokens: int = 0
+    target_passes: int = 0
+    drafted_tokens: int = 0
+    histogram: Counter[int] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tau: committed tokens per pass of the target, its own token included; plain decoding is 1."""
+        return self.committed_tokens / self.target_passes if self.target_passes else 0.0
+
+    def acceptance_by_position(self) -> list[float]:
+        """Share of rounds in which at least i + 1 guessed tokens were kept (unconditional, as vLLM counts)."""
+        deepest = max(self.histogram, default=0)
+        return [
+            sum(count for kept, count in self.histogram.items() if kept > i) / max(self.target_passes, 1)
+            for i in range(deepest)
+        ]
+
+    def record(self, kept: int, committed: int, drafted: int) -> None:
+        """Count one round of one row."""
+        self.histogram[kept] += 1
+        self.target_passes += 1
+        self.committed_tokens += committed
+        self.drafted_tokens += drafted
+
+    def add(self, other: AcceptanceStats) -> None:
+        """Take in another generation's counters."""
+        self.committed_tokens += other.committed_tokens
+        self.target_passes += other.target_passes
+        self.drafted_tokens += other.drafted_tokens
+        self.histogram.update(other.histogram)
+        for stage, seconds in other.seconds.items():
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        self.notes.extend(note for note in other.notes if note not in self.notes)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the block's wall time to a stage."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - start
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "mean_accepted_length": round(self.mean_accepted_length, 4),
+            "committed_tokens": self.committed_tokens,
+            "target_passes": self.target_passes,
+            "drafted_tokens": self.drafted_tokens,
+            "acceptance_by_position": [round(value, 4) for value in self.acceptance_by_position()],
+            "histogram": {str(kept): self.histogram[kept] for kept in sorted(self.histogram)},
+            "seconds": {stage: round(value, 4) for stage, value in self.seconds.items()},
+            "notes": list(self.notes),
+        }

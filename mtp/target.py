@@ -1,0 +1,297 @@
+"""The target: any frozen Transformers causal language model, behind a few calls."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+
+from mtp.attention import ATTENTION_NAME, AttentionPass
+from mtp.cache import TreeCache
+from mtp.compat import cache_argument
+from mtp.packing import PackedLinears
+
+RECURRENT_LAYER_TYPES = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv", "hybrid", "linear")
+
+
+class UnsupportedTargetError(ValueError):
+    """The model cannot be verified in trees; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one pass of the target gives.
+
+    Attributes:
+        logits: ``[B, T', V]`` for the positions asked for (all of them unless ``logits_at`` was given).
+        hidden: ``[B, T, H]`` last hidden states, after the final norm: what the output matrix reads.
+        taps: ``[B, T, len(layers) * H]`` outputs of the tapped layers side by side, or None when none are tapped.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    taps: Tensor | None
+
+
+@dataclass
+class Target:
+    """A causal LM that is read but never changed.
+
+    While one of our passes runs, the model attends through ``mtp.attention`` and, on a CPU, multiplies with packed
+    weights; before and after it is exactly as its owner left it.
+
+    Args:
+        model: a loaded Transformers causal LM, possibly with a PEFT adapter on top.
+
+    Raises:
+        UnsupportedTargetError: for models whose state cannot be rolled back, or whose attention cannot be replaced.
+    """
+
+    model: PreTrainedModel
+    layers: nn.ModuleList = field(init=False)
+    _captured: dict[int, Tensor] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.causal_lm = unwrap_adapter(self.model)
+        self.config = text_config(self.causal_lm.config)
+        refuse_unsupported(self.causal_lm, self.config)
+        self.backbone = self.causal_lm.get_decoder() if hasattr(self.causal_lm, "get_decoder") else None
+        if self.backbone is None or self.backbone is self.causal_lm:
+            self.backbone = self.causal_lm.base_model
+        self.layers = find_decoder_layers(self.backbone, self.config.num_hidden_layers)
+        self._configs = list(
+            {id(m.config): m.config for m in self.causal_lm.modules() if hasattr(m, "config")}.values()
+        )
+        self._packed = PackedLinears(self.causal_lm)
+        self._cache_argument = cache_argument(type(self.causal_lm))
+        self.causal_lm.eval()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output matrix."""
+        return self.output_matrix.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence the target was made for, where its config says so."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in."""
+        return self.causal_lm.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.output_matrix.dtype
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """All ids that end a text, from the generation config (which may name several) or the config."""
+        ids = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
+        ids = self.config.eos_token_id if ids is None else ids
+        return [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]
+
+    @property
+    def output_matrix(self) -> Tensor:
+        """``[V, H]``, the weights that turn last hidden states into logits."""
+        return self.causal_lm.get_output_embeddings().weight
+
+    def default_taps(self) -> tuple[int, int, int]:
+        """A low, a middle and a high layer (EAGLE-3, arXiv 2503.01840).
+
+        Layer id k names the residual stream that *enters* layer k, Transformers' ``hidden_states[k]``: the raw output
+        of layer k - 1.  These are the ids that vLLM and SGLang guess when a checkpoint does not say.
+        """
+        return (min(2, self.num_layers - 1), self.num_layers // 2, max(self.num_layers - 3, 1))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """``[...] -> [..., H]`` the target's own input embeddings, scaling included."""
+        return self.causal_lm.get_input_embeddings()(ids)
+
+    def unembed(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """``[..., H]`` last hidden states (after the final norm) to logits ``[..., V]``, or over ``token_ids`` only."""
+        weight = self.output_matrix if token_ids is None else self.output_matrix[token_ids]
+        bias = getattr(self.causal_lm.get_output_embeddings(), "bias", None)
+        if bias is not None and token_ids is not None:
+            bias = bias[token_ids]
+        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
+            logits = cap * torch.tanh(logits / cap)
+        if (scale := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * scale
+        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / divisor
+        return logits
+
+    def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
+        return TreeCache(self.num_layers, batch_size, capacity, self.device)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids: Tensor,
+        cache: TreeCache,
+        attention: AttentionPass,
+        taps: Sequence[int] = (),
+        logits_at: Tensor | None = None,
+    ) -> TargetOutput:
+        """One pass over ``ids [B, T]``, staged in ``cache`` at the positions that ``attention`` names.
+
+        Args:
+            taps: layer ids whose entering residual stream is wanted (see ``default_taps``).
+            logits_at: ``[n]`` indices into T for which logits are wanted; None for all.  Must not be empty.
+        """
+        cache.stage(ids.shape[1])
+        keep = 0 if logits_at is None else logits_at
+        with self._ours(attention, taps):
+            output = self.causal_lm(
+                input_ids=ids,
+                position_ids=attention.positions,
+                use_cache=True,
+                logits_to_keep=keep,
+                **{self._cache_argument: cache},
+            )
+        captured, self._captured = self._captured, {}
+        streams = [captured[layer].to(self.device) for layer in taps]
+        return TargetOutput(
+            logits=output.logits,
+            hidden=captured[self.num_layers],
+            taps=torch.cat(streams, dim=-1) if streams else None,
+        )
+
+    @torch.no_grad()
+    def encode(self, ids: Tensor, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """Hidden states ``[B, T, H]`` and taps of right-padded rows ``ids [B, T]``, without logits and keeping no cache.
+
+        Padding sits behind the real tokens, which under causal attention never see it.
+        """
+        lengths = torch.zeros(ids.shape[0], dtype=torch.long, device=ids.device)
+        attention = AttentionPass.over_chain(ids.shape[1], lengths, start=0)
+        with self._ours(attention, taps):
+            self.backbone(input_ids=ids, position_ids=attention.positions, use_cache=False)
+        captured, self._captured = self._captured, {}
+        streams = [captured[layer].to(self.device) for layer in taps]
+        return captured[self.num_layers], torch.cat(streams, dim=-1) if streams else None
+
+    @contextmanager
+    def _ours(self, attention: AttentionPass, taps: Sequence[int]) -> Iterator[None]:
+        """Everything that is different during one of our passes, and nothing after it."""
+        with ExitStack() as stack:
+            stack.enter_context(attention.active())
+            stack.enter_context(self._packed.active())
+            stack.enter_context(_attention_implementation(self._configs, ATTENTION_NAME))
+            for layer in taps:
+                hook = self.layers[layer - 1].register_forward_hook(self._capture(layer))
+                stack.callback(hook.remove)
+            hook = self.backbone.register_forward_hook(self._capture(self.num_layers))
+            stack.callback(hook.remove)
+            yield
+
+    def _capture(self, key: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._captured[key] = output if isinstance(output, Tensor) else output[0]
+
+        return hook
+
+    def fingerprint(self) -> str:
+        """Identify the target by its architecture and a sample of its weights.
+
+        ``architecture-norms-matrices``: three short hashes.  The samples are rounded to bfloat16, so that the same
+        checkpoint loaded in another precision has the same fingerprint; ``matrices`` is ``quantised`` where the
+        matrices are not floating point, and then does not count in a comparison.
+        """
+        fields = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+        shape = [getattr(self.config, name, None) for name in fields]
+        vectors, matrices = hashlib.sha256(), hashlib.sha256()
+        quantised = getattr(self.config, "quantization_config", None) is not None
+        for name, weight in sorted(self.causal_lm.named_parameters()):
+            is_matrix = weight.dim() > 1 and weight is not self.causal_lm.get_input_embeddings().weight
+            if not weight.is_floating_point() or weight.device.type == "meta":
+                continue
+            digest = matrices if is_matrix else vectors
+            flat = weight.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // 64)][:64].float().bfloat16().float().cpu()
+            digest.update(name.replace(".base_layer", "").encode())
+            digest.update(sample.numpy().tobytes())
+        architecture = hashlib.sha256(repr(shape).encode()).hexdigest()[:8]
+        last = "quantised" if quantised else matrices.hexdigest()[:12]
+        return f"{architecture}-{vectors.hexdigest()[:12]}-{last}"
+
+
+def fingerprint_mismatch(found: str, expected: str) -> str | None:
+    """What differs between two fingerprints, in words; None when they belong to the same target."""
+    names = ("architecture", "norms and embeddings", "weight matrices")
+    for name, ours, theirs in zip(names, found.split("-"), expected.split("-"), strict=True):
+        if ours != theirs and "quantised" not in (ours, theirs):
+            return name
+    return None
+
+
+def unwrap_adapter(model: nn.Module) -> Any:
+    """The Transformers model inside a PEFT wrapper (whose adapters stay in force); any other model as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def text_config(config: PreTrainedConfig) -> Any:
+    """The language model's config: that of a text model, or the text part of a multimodal one."""
+    return config.get_text_config(decoder=True)
+
+
+def find_decoder_layers(backbone: nn.Module, count: int) -> nn.ModuleList:
+    """The list of decoder layers, wherever the architecture keeps it (``layers``, ``h``, ``blocks`` ...)."""
+    for module in backbone.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UnsupportedTargetError(
+        f"{type(backbone).__name__} has no list of {count} decoder layers (config.num_hidden_layers); hidden states "
+        "cannot be tapped. Please report the architecture."
+    )
+
+
+def refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
+    """Raise ``UnsupportedTargetError`` for a model whose trees could not be verified exactly."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedTargetError(f"{name} is an encoder-decoder; mtp drafts for decoder-only causal models.")
+    recurrent = {kind for kind in getattr(config, "layer_types", None) or [] if kind in RECURRENT_LAYER_TYPES}
+    if recurrent or getattr(model, "_is_stateful", False):
+        what = f"layers of type {', '.join(sorted(recurrent))}" if recurrent else "a recurrent state"
+        raise UnsupportedTargetError(
+            f"{name} has {what}: a state that runs from token to token cannot hold several branches of a tree at once "
+            "and cannot be rolled back after a rejected draft. Expected a target whose layers all use attention."
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedTargetError(
+            f"{name} does not take its attention function from Transformers' AttentionInterface, so tree masks cannot "
+            "reach it. Expected an architecture with `_supports_attention_backend = True`."
+        )
+    if getattr(config, "alibi", False):
+        raise UnsupportedTargetError(f"{name} uses ALiBi position biases, which tree attention does not support yet.")
+
+
+@contextmanager
+def _attention_implementation(configs: list[Any], name: str) -> Iterator[None]:
+    before = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation

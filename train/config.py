@@ -1,0 +1,259 @@
+"""The schema of a training recipe: one YAML file and dotted overrides (``optim.lr=1e-3``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """A recipe that cannot be used; the message names the key, what was found and what was expected."""
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The frozen model.
+
+    Attributes:
+        path: Hub name or folder of a Transformers causal LM.
+        revision: of a Hub model.
+        dtype: precision it is loaded in; ``auto`` is the checkpoint's own, float32 on a CPU.
+        trust_remote_code: allow code that comes with the model; off unless you say so.
+    """
+
+    path: str = ""
+    revision: str | None = None
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Distilled rows.
+
+    Attributes:
+        path: a folder that ``train/distill.py`` wrote, or a JSONL file of ``prompt_ids`` and ``response_ids``.
+        held_out_fraction: share of the prompts (by hash) that are never trained on.
+        limit: use only the first so many rows.
+        max_length: rows with more tokens are left out.
+    """
+
+    path: str = ""
+    held_out_fraction: float = 0.05
+    limit: int | None = None
+    max_length: int = 2048
+
+
+@dataclass(frozen=True)
+class FeaturesConfig:
+    """The target's hidden states.
+
+    Attributes:
+        mode: ``online`` runs the target for every batch; ``cached`` runs it once and keeps the states on disk.
+        folder: of the cache; by default ``features`` inside the run's folder.
+        dtype: precision in which the target computes them: ``auto`` is bfloat16 on CPUs that multiply it natively
+            (half the time; the target's distributions move by about 1 % in total variation), else the target's own.
+    """
+
+    mode: str = "online"
+    folder: str | None = None
+    dtype: str = "auto"
+
+
+@dataclass(frozen=True)
+class HeadSection:
+    """What is trained.
+
+    Attributes:
+        family: ``eagle3`` or ``medusa``.
+        steps: unrolled steps, or heads.
+        draft_vocab_size: most frequent tokens that the head can propose; null for the whole vocabulary.
+        nodes: nodes of the trees it proposes by default.
+        sizes: other sizes of the family's config, for example ``intermediate_size``.
+        warm_start_positions: trained positions used for the least-squares start; 0 to start at random.
+    """
+
+    family: str = "eagle3"
+    steps: int = 4
+    draft_vocab_size: int | None = 8192
+    nodes: int = 16
+    sizes: dict[str, Any] = field(default_factory=dict)
+    warm_start_positions: int = 100_000
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """How it is trained.
+
+    Attributes:
+        epochs: passes over the training rows.
+        batch_positions: token positions of a batch on one device, padding included.
+        accumulate: batches a step.
+        lr: peak learning rate (AdamW, linear warm-up, cosine to a tenth).
+        warmup: share of all steps.
+        step_weight: unrolled step i counts ``step_weight ** i`` (EAGLE-3 uses 0.8).
+        seed: of everything that is random.
+    """
+
+    epochs: int = 2
+    batch_positions: int = 4096
+    accumulate: int = 1
+    lr: float = 1e-3
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip_norm: float = 1.0
+    step_weight: float = 0.8
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Acceptance on held-out rows, with the real decoder.
+
+    Attributes:
+        every: optimiser steps between evaluations; 0 for one at the end only.
+        rows: held-out rows.
+        max_new_tokens: tokens generated for each.
+        batch_size: rows decoded together.
+    """
+
+    every: int = 0
+    rows: int = 32
+    max_new_tokens: int = 64
+    batch_size: int = 8
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A training run.
+
+    Attributes:
+        output: folder of the run; the best head lies in ``output/best``, the last one in ``output/last``.
+        resume: ``auto`` continues from the newest whole checkpoint in ``output``; ``none`` starts afresh; or a folder.
+        checkpoint_every: optimiser steps between checkpoints.
+        keep_checkpoints: how many are kept.
+        log_every: optimiser steps between log lines.
+        report_to: ``wandb`` and ``tensorboard``, any of them.
+        mixed_precision: ``no``, ``bf16`` or ``fp16``, as accelerate knows it; null leaves it to accelerate's config.
+        bundle_target: put the target's weights into the checkpoint too.
+    """
+
+    output: str = "runs/head"
+    resume: str = "auto"
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    log_every: int = 10
+    report_to: tuple[str, ...] = ()
+    mixed_precision: str | None = None
+    bundle_target: bool = False
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
+    head: HeadSection = field(default_factory=HeadSection)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+def load_config(arguments: Sequence[str]) -> RunConfig:
+    """Read ``[recipe.yaml] key=value ...``.
+
+    Raises:
+        ConfigError: for a missing file, an unknown key (naming the nearest right one) or a value of the wrong type.
+    """
+    values: dict[str, Any] = {}
+    overrides = list(arguments)
+    if overrides and "=" not in overrides[0]:
+        path = Path(overrides.pop(0))
+        if not path.is_file():
+            raise ConfigError(f"No recipe at {path}; expected a YAML file such as configs/smollm2_eagle3.yaml.")
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(loaded, dict):
+            raise ConfigError(f"{path} holds a {type(loaded).__name__}; expected keys and values.")
+        values = loaded
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"Found {override!r}; expected key=value, for example optim.lr=1e-3.")
+        _assign(values, key.split("."), yaml.safe_load(text) if text else None, key)
+    config = build(RunConfig, values)
+    if not config.target.path:
+        raise ConfigError("target.path is empty; expected the Hub name or folder of a causal language model.")
+    if not config.data.path:
+        raise ConfigError("data.path is empty; expected distilled rows (train/distill.py writes them).")
+    return config
+
+
+def _assign(values: dict[str, Any], path: list[str], value: Any, key: str) -> None:
+    for part in path[:-1]:
+        values = values.setdefault(part, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{key}: {part!r} is a value, not a section.")
+    values[path[-1]] = value
+
+
+def build(schema: type[Any], values: Any, prefix: str = "") -> Any:
+    """An instance of the dataclass ``schema`` from nested ``values``, every key and type checked."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{prefix.rstrip('.') or 'The recipe'}: found {values!r}, expected a section of keys.")
+    known = {item.name for item in fields(schema)}
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; there are {', '.join(sorted(known))}."
+            raise ConfigError(f"Unknown key {prefix}{key}{hint}")
+    hints = typing.get_type_hints(schema)
+    return schema(**{key: _convert(hints[key], value, f"{prefix}{key}") for key, value in values.items()})
+
+
+def _convert(kind: Any, value: Any, key: str) -> Any:
+    if is_dataclass(kind) and isinstance(kind, type):
+        return build(kind, value, f"{key}.")
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    for option in options:
+        origin = typing.get_origin(option) or option
+        if option is type(None):
+            if value is None:
+                return None
+        elif origin is tuple:
+            items = [value] if isinstance(value, str) else value
+            if isinstance(items, list | tuple) and all(isinstance(item, str) for item in items):
+                return tuple(items)
+        elif origin is float:
+            number = _as_float(value)
+            if number is not None:
+                return number
+        elif origin is dict:
+            if isinstance(value, dict):
+                return value
+        elif isinstance(value, origin) and not (origin is int and isinstance(value, bool)):
+            return value
+    names = " or ".join("null" if o is type(None) else getattr(o, "__name__", str(o)) for o in options)
+    raise ConfigError(f"{key}: found {value!r} ({type(value).__name__}), expected {names}.")
+
+
+def _as_float(value: Any) -> float | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    if isinstance(value, str):  # YAML reads 1e-3 as text
+        try:
+            return float(value)
+        except ValueError:
+            return None
+    return None
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """Nested plain values, for logs and checkpoints."""
+    return dataclasses.asdict(config)
