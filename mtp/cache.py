@@ -101,7 +101,8 @@ class TreeCache(Cache):
     """
 
     def __init__(self, num_layers: int, batch_size: int, capacity: int = GROWTH, device: torch.device | str = "cpu"):
-        super().__init__(layers=[TreeCacheLayer(self) for _ in range(num_layers)])
+        self.tree_layers = [TreeCacheLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self.tree_layers))
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.capacity = capacity
         self.start = self.end = 0
@@ -120,7 +121,7 @@ class TreeCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Called by the model's attention layers; returns all keys and values up to ``end``."""
-        return self.layers[layer_idx].update(key_states, value_states)
+        return self.tree_layers[layer_idx].update(key_states, value_states)
 
     def commit(self, path: Tensor, counts: Tensor, longest: int) -> None:
         """Keep ``path[b, :counts[b]]`` of the staged nodes as row b's next tokens; forget the other staged nodes.
@@ -137,7 +138,7 @@ class TreeCache(Cache):
         target = self.lengths[:, None] + offsets
         in_place = path.shape[0] == 1 and bool((path == offsets).all())
         if not in_place:
-            for layer in self.layers:
+            for layer in self.tree_layers:
                 device = layer.keys.device if layer.keys is not None else path.device
                 layer.move(source.to(device), target.to(device))
         self.lengths = self.lengths + counts
@@ -149,7 +150,7 @@ class TreeCache(Cache):
 
     def select_rows(self, rows: Tensor, longest: int) -> None:
         """Keep only ``rows``; nothing may be staged.  ``longest`` is the largest committed length among them."""
-        for layer in self.layers:
+        for layer in self.tree_layers:
             layer.select_rows(rows if layer.keys is None else rows.to(layer.keys.device))
         self.lengths = self.lengths[rows]
         self.start = self.end = longest

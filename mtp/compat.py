@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
 
 from torch import nn
 
 
-@cache
 def cache_argument(model_class: type[nn.Module]) -> str:
     """The name under which a model's ``forward`` takes its key-value cache.
 

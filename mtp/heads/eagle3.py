@@ -128,35 +128,39 @@ class Eagle3Head(Head):
         """
         states, layer = batch.states, self.midlayer
         assert states.taps is not None
-        embeddings = self.target.embed(states.tokens).float()
-        fused = self.fc(states.taps[:, :-1])
+        # Under autocast projections give bfloat16; the residual stream stays in the weights' own precision.
+        dtype = self.norm.weight.dtype
+        embeddings = self.target.embed(states.tokens).to(dtype)
+        fused = self.fc(states.taps[:, :-1]).to(dtype)
         entries = layer.mix(embeddings[:, 1:], fused)
         everywhere = torch.arange(entries.shape[1], device=entries.device)[None]
-        # Positions from which some step's guess is trained, as one range a row: [B, P].
-        bases = base_ranges(batch, steps)
-        inside = bases.clamp(0, entries.shape[1] - 1)
-        query = layer.split_heads(layer.q_proj(gather_positions(entries, inside)))
+        # Positions from which some step's guess is trained, as one range a row [B, P]; all work but attention itself is
+        # done on the M real ones among them.
+        ranges = base_ranges(batch, steps)
+        bases = ranges.clamp(0, entries.shape[1] - 1)
+        place = (ranges >= 0).nonzero(as_tuple=True)
+        rows, positions = place[0], bases[place]
         key, value = layer.split_heads(layer.k_proj(entries)), layer.split_heads(layer.v_proj(entries))
-        query = self._rotate(query, inside)
-        key = self._rotate(key, everywhere)
-        visible = everywhere[:, None] <= inside[:, :, None]
-        hidden = gather_positions(fused, inside)
+        (key,) = self.rotary(everywhere, key)
+        visible = everywhere[:, None] <= bases[:, :, None]
+        hidden, x = fused[rows, positions], entries[rows, positions]
         own_keys: list[Tensor] = []
         own_values: list[Tensor] = []
         predictions = []
         for step in range(steps):
             if step > 0:
-                nodes = (inside + 1 + step).clamp_max(states.tokens.shape[1] - 1)
-                x = layer.mix(gather_positions(embeddings, nodes), hidden)
-                query = self._rotate(layer.split_heads(layer.q_proj(x)), inside + step)
-                own_keys.append(self._rotate(layer.split_heads(layer.k_proj(x)), inside + step))
-                own_values.append(layer.split_heads(layer.v_proj(x)))
+                nodes = (positions + 1 + step).clamp_max(states.tokens.shape[1] - 1)
+                x = layer.mix(embeddings[rows, nodes], hidden)
+                own_key = layer.split_heads(_spread(layer.k_proj(x), place, bases))
+                own_keys.extend(self.rotary(bases + step, own_key))
+                own_values.append(layer.split_heads(_spread(layer.v_proj(x), place, bases)))
+            query = layer.split_heads(_spread(layer.q_proj(x), place, bases))
+            (query,) = self.rotary(bases + step, query)
             attended = _attend_with_own(query, key, value, visible, own_keys, own_values)
-            hidden = layer.finish(hidden, attended)
-            trained = batch.bases(step + 2).gather(1, inside) & (bases == inside)
-            rows, columns = trained.nonzero(as_tuple=True)
-            logits = self.lm_head(self.norm(hidden[rows, columns]))
-            predictions.append(Prediction(logits, rows, inside[rows, columns] + 1 + step))
+            hidden = layer.finish(hidden, attended[place])
+            trained = batch.bases(step + 2)[rows, positions]
+            logits = self.lm_head(self.norm(hidden[trained]))
+            predictions.append(Prediction(logits, rows[trained], positions[trained] + 1 + step))
         return predictions
 
     @torch.no_grad()
@@ -196,9 +200,6 @@ class Eagle3Head(Head):
         layer.mlp.down_proj.weight.zero_()
         self.norm.weight.fill_(scale)
         self.lm_head.weight.copy_(self.target.output_matrix[self.draft_ids])
-
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        return self.rotary(x, x, positions)[0]
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 
@@ -241,11 +242,11 @@ class Eagle3Head(Head):
         entries = layer.mix(self._embed(following), fused)
         cache.stage(entries.shape[1])
         attention = AttentionPass.over_chain(entries.shape[1], cache.lengths, cache.start)
-        key = self._rotate(layer.split_heads(layer.k_proj(entries)), attention.positions)
+        (key,) = self.rotary(attention.positions, layer.split_heads(layer.k_proj(entries)))
         key, value = cache.update(key, layer.split_heads(layer.v_proj(entries)), 0)
         # Only the last entry of a row guesses; the others are there to be looked back at.
         position = attention.positions.gather(1, last)
-        query = self._rotate(layer.split_heads(layer.q_proj(gather_positions(entries, last))), position)
+        (query,) = self.rotary(position, layer.split_heads(layer.q_proj(gather_positions(entries, last))))
         mask = attention.mask(None, query.device)
         mask = mask.gather(1, last[..., None].expand(-1, -1, mask.shape[2]))
         attended = attend(query, key, value, mask, self.config.head_dim**-0.5).flatten(2)
@@ -285,8 +286,8 @@ class Eagle3Head(Head):
         x = layer.mix(self._embed(tokens), parents_hidden)
         positions = (cache.lengths + (depth - 1))[:, None].expand_as(tokens)
         attention = AttentionPass(cache.lengths, cache.start, positions, staged_mask, positions)
-        query = self._rotate(layer.split_heads(layer.q_proj(x)), positions)
-        key = self._rotate(layer.split_heads(layer.k_proj(x)), positions)
+        query, key = (layer.split_heads(project(x)) for project in (layer.q_proj, layer.k_proj))
+        query, key = self.rotary(positions, query, key)
         key, value = cache.update(key, layer.split_heads(layer.v_proj(x)), 0)
         mask = attention.mask(None, x.device)
         attended = attend(query, key, value, mask, self.config.head_dim**-0.5).flatten(2)
@@ -307,6 +308,11 @@ def base_ranges(batch: TrainingBatch, steps: int) -> Tensor:
     length = max(int((last - first).max()) + 1, 1)
     bases = first + torch.arange(length, device=wanted.device)
     return torch.where(bases <= last, bases, -1)
+
+
+def _spread(x: Tensor, place: tuple[Tensor, ...], like: Tensor) -> Tensor:
+    """``x [M, C]`` put at ``place`` into zeros ``[B, P, C]``, where ``like`` is ``[B, P]``."""
+    return x.new_zeros(*like.shape, x.shape[1]).index_put(place, x)
 
 
 def _attend_with_own(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 from mtp.target import Target
 
@@ -41,10 +41,10 @@ class Rotary(nn.Module):
         )
         self.embedding = LlamaRotaryEmbedding(config)
 
-    def forward(self, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate ``query`` and ``key`` ``[B, heads, T, D]`` to ``positions [B, T]``."""
-        cos, sin = self.embedding(query, positions)
-        return apply_rotary_pos_emb(query, key, cos, sin)
+    def forward(self, positions: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        """Rotate each of ``states`` ``[B, heads, T, D]`` to ``positions [B, T]``."""
+        cos, sin = (table[:, None] for table in self.embedding(states[0], positions))
+        return tuple(x * cos + rotate_half(x) * sin for x in states)
 
 
 class GatedMLP(nn.Module):

@@ -88,7 +88,12 @@ class MedusaHead(Head):
 
     def guess(self, hidden: Tensor, step: int) -> Tensor:
         """Logits ``[..., Vd]`` of head ``step`` from final hidden states ``[..., H]``."""
-        return self.lm_heads[step](self.blocks[step](hidden))
+        logits: Tensor = self.lm_heads[step](self.blocks[step](hidden))
+        return logits
+
+    def output_matrix(self, step: int) -> Tensor:
+        """``[Vd, H]`` of head ``step``."""
+        return self.lm_heads[step].get_parameter("weight")
 
     def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
         predictions = []
@@ -112,10 +117,9 @@ class MedusaHead(Head):
                 fit.add(hidden[rows, bases], hidden[rows, bases + 1 + step])
         output = self.target.output_matrix[self.draft_ids].float()
         for step, fit in enumerate(fits):
-            self.lm_heads[step].weight.copy_(output @ fit.solve())
-            for block in self.blocks[step]:
-                block.linear.weight.zero_()
-                block.linear.bias.zero_()
+            self.output_matrix(step).copy_(output @ fit.solve())
+        for parameter in self.blocks.parameters():
+            parameter.zero_()
 
     def set_rank_accuracy(self, rank_accuracy: tuple[tuple[float, ...], ...]) -> None:
         """Choose trees from now on by these measured accuracies (``[steps][RANKS]``)."""
@@ -129,7 +133,7 @@ class MedusaHead(Head):
     def observe(self, states: TargetStates) -> None:
         """Only the last committed token's state matters."""
         last = (states.counts - 1)[:, None, None].expand(-1, 1, states.hidden.shape[2])
-        self._hidden = states.hidden.gather(1, last)[:, 0].to(self.lm_heads[0].weight.dtype)
+        self._hidden = states.hidden.gather(1, last)[:, 0].to(self.output_matrix(0).dtype)
 
     def select_rows(self, rows: Tensor) -> None:
         self._hidden = self._hidden[rows]
@@ -144,7 +148,7 @@ class MedusaHead(Head):
             logits = torch.stack([self.guess(self._hidden, step) for step in range(depth)], dim=1).float()
         log_probs = logits.log_softmax(-1) if draw is None else draw.log_probs(logits)
         count = max(tree.ranks) + 1
-        # Children of all nodes of a depth share that depth's guesses (drawn: its draws, in their order), from the first.
+        # All nodes of a depth share that depth's guesses (drawn: its draws, in their order), from the first on.
         choice = log_probs.topk(count).indices if draw is None else draw.children(log_probs, count)
         batch, device = pending.shape[0], pending.device
         depths = torch.tensor(tree.depths, device=device)

@@ -1,0 +1,181 @@
+"""Trained heads: which positions they train on, and that training and decoding see the same thing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtp.attention import AttentionPass
+from mtp.drafters import TargetStates
+from mtp.heads import HEADS, Head, TrainingBatch
+from mtp.model import SpeculativeModel
+from mtp.target import Target
+from tests.tiny import VOCAB, padded, random_prompts, tiny_head, tiny_model, tiny_target
+from train.data import Row
+from train.evaluate import held_out_metrics, teacher_probs
+from train.features import OnlineFeatures
+from train.loop import training_batch
+from train.losses import soft_cross_entropy
+
+FAMILIES = sorted(HEADS)
+
+# A prompt of two turns, then the answer that is trained: user, assistant, user, assistant.
+TWO_TURNS = Row(prompt_ids=(1, 7, 8, 2, 1, 9, 10, 11, 2, 1, 12, 2, 1), response_ids=(13, 14, 15, 16, 2))
+
+
+def batch_of(target: Target, head: Head, rows: list[Row]) -> TrainingBatch:
+    return training_batch(OnlineFeatures(target, rows, head.taps), range(len(rows)))
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_step_trains_each_response_token_exactly_once_and_nothing_else(family: str, target: Target) -> None:
+    short = Row(prompt_ids=(3, 4), response_ids=(5, 6, 7))
+    head = tiny_head(family, target)
+    batch = batch_of(target, head, [TWO_TURNS, short])
+    for step, prediction in enumerate(head.unroll(batch, 3)):
+        trained = sorted(zip(prediction.rows.tolist(), (prediction.positions + 1).tolist(), strict=True))
+        two_turns = [(0, token) for token in range(13, 18)]  # the first and the end token too
+        # In the short row a step can only stand at position 0 or later: token 2 + step is the first in its reach.
+        beginning = [(1, token) for token in range(2, 5) if token >= 2 + step]
+        assert trained == two_turns + beginning
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_labels_are_the_targets_distribution_before_the_predicted_token(family: str, target: Target) -> None:
+    head = tiny_head(family, target, draft_vocab=10)
+    batch = batch_of(target, head, [TWO_TURNS])
+    probs, place = teacher_probs(head, batch)
+    with torch.no_grad():
+        logits = target.causal_lm(torch.tensor([TWO_TURNS.ids])).logits[0]
+    for prediction in head.unroll(batch, 3):
+        expected = logits[prediction.positions][:, head.draft_ids].softmax(-1)
+        found = probs[place[prediction.rows, prediction.positions]]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_and_batch_neighbours_change_no_prediction(family: str, target: Target) -> None:
+    head = tiny_head(family, target)
+    short = Row(prompt_ids=(3, 4, 6), response_ids=(5, 6, 7))
+    alone = head.unroll(batch_of(target, head, [short]), 3)
+    together = head.unroll(batch_of(target, head, [TWO_TURNS, short]), 3)
+    for one, both in zip(alone, together, strict=True):
+        torch.testing.assert_close(one.logits, both.logits[both.rows == 1], atol=1e-4, rtol=1e-4)
+
+
+def test_eagle3_unrolled_steps_equal_what_decoding_computes_along_the_same_tokens(target: Target) -> None:
+    head = tiny_head("eagle3", target)
+    ids = random_prompts([14], seed=3)[0]
+    row = Row(tuple(ids[:8]), tuple(ids[8:]))
+    batch = batch_of(target, head, [row])
+    steps = head.unroll(batch, 3)
+    for base in (7, 8, 9):  # the token at base + 1 is pending; everything up to base is committed
+        states = batch.states
+        prefix = slice(0, base + 1)
+        seen = TargetStates(
+            states.tokens[:, prefix], states.hidden[:, prefix], states.taps[:, prefix], torch.tensor([base + 1])
+        )
+        head.start(seen, capacity=64)
+        hidden, logits = head._read(states.tokens[:, base + 1])
+        for step in range(3):
+            if step > 0:
+                token = states.tokens[:, base + 1 + step][None]
+                hidden, logits = head._step(token, hidden, torch.ones(1, 1, step, dtype=torch.bool), depth=step)
+            unrolled = steps[step]
+            at = (unrolled.positions == base + 1 + step).nonzero()
+            if len(at):
+                torch.testing.assert_close(logits[0, 0], unrolled.logits[at[0, 0]], atol=1e-4, rtol=1e-4)
+    assert sum(len(step.positions) for step in steps) > 0
+
+
+def test_eagle3_reading_in_pieces_equals_reading_at_once(target: Target) -> None:
+    head = tiny_head("eagle3", target)
+    ids = torch.tensor(random_prompts([12], seed=4))
+    hidden, taps = target.encode(ids, head.taps)
+
+    def states(begin: int, end: int) -> TargetStates:
+        return TargetStates(ids[:, begin:end], hidden[:, begin:end], taps[:, begin:end], torch.tensor([end - begin]))
+
+    head.start(states(0, 10), capacity=64)
+    _, at_once = head._read(ids[:, 10])
+    head.start(states(0, 6), capacity=64)
+    head._read(ids[:, 6])
+    head.observe(states(6, 9))
+    head._read(ids[:, 9])
+    head.observe(states(9, 10))
+    _, in_pieces = head._read(ids[:, 10])
+    torch.testing.assert_close(at_once, in_pieces, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_trained_to_convergence_on_one_sample_is_accepted_nearly_always(family: str) -> None:
+    model = tiny_model(seed=5)
+    prompt = random_prompts([6], seed=5)
+    answer = model.generate(**padded(prompt), max_new_tokens=24, do_sample=False)[0, 6:].tolist()
+    target = Target(model)
+    steps = 3
+    head = tiny_head(family, target, nodes=24, steps=steps).train()
+    batch = batch_of(target, head, [Row(tuple(prompt[0]), tuple(answer))])
+    optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
+    for _ in range(150):
+        probs, place = teacher_probs(head, batch)
+        loss = sum(
+            soft_cross_entropy(p.logits, probs[place[p.rows, p.positions]]).mean() for p in head.unroll(batch, steps)
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    output = SpeculativeModel(target, head.eval()).generate(
+        **padded(prompt), max_new_tokens=24, do_sample=False, return_dict_in_generate=True
+    )
+    assert output.sequences[0, 6:].tolist() == answer
+    # 23 tokens after the first, in rounds of at most steps + 1.
+    assert output.acceptance.mean_accepted_length > 0.9 * 23 / 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_warm_start_is_better_than_a_random_one_on_rows_it_did_not_see(family: str) -> None:
+    model = tiny_model(seed=6)
+    target = Target(model)
+    prompts = random_prompts([5] * 40, seed=6)
+    answers = model.generate(**padded(prompts), max_new_tokens=20, do_sample=False)[:, 5:].tolist()
+    rows = [Row(tuple(p), tuple(a)) for p, a in zip(prompts, answers, strict=True)]
+    head = HEADS[family].from_target(target, torch.arange(VOCAB), steps=3)
+    seen, unseen = batch_of(target, head, rows[:30]), batch_of(target, head, rows[30:])
+    before = held_out_metrics(head, [unseen], 3)
+    head.warm_start([seen])
+    after = held_out_metrics(head, [unseen], 3)
+    assert after["loss"][0] < before["loss"][0]
+    assert after["accuracy"][0] > before["accuracy"][0]
+
+
+def test_tokens_outside_the_draft_vocabulary_count_as_missed(target: Target) -> None:
+    head = tiny_head("medusa", target, draft_vocab=4)
+    metrics = held_out_metrics(head, [batch_of(target, head, [TWO_TURNS])], 3)
+    outside = sum(token not in head.draft_ids.tolist() for token in TWO_TURNS.response_ids) / 5
+    assert metrics["outside_draft_vocabulary"] == pytest.approx(outside)
+    assert metrics["accuracy"][0] <= 1 - outside + 1e-9
+
+
+def test_draft_layer_takes_its_rotary_base_from_the_target() -> None:
+    target = tiny_target()
+    target.config.rope_parameters = {"rope_type": "default", "rope_theta": 1_000_000.0}
+    head = tiny_head("eagle3", target)
+    inverse = head.rotary.embedding.inv_freq
+    torch.testing.assert_close(inverse[1], torch.tensor(1_000_000.0 ** (-2 / head.config.head_dim)))
+
+
+def test_a_head_refuses_a_target_of_another_size() -> None:
+    head = tiny_head("medusa", tiny_target())
+    with pytest.raises(ValueError, match="vocab_size 24.*48"):
+        head.attach(tiny_target(vocab=48))
+
+
+def test_a_prefill_pass_sees_no_later_token() -> None:
+    mask = AttentionPass.over_chain(4, torch.tensor([0, 0]), 0).mask(None, torch.device("cpu"))
+    assert torch.equal(mask[1], torch.ones(4, 4, dtype=torch.bool).tril())

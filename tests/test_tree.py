@@ -1,0 +1,84 @@
+"""Token trees: what is derived from parents agrees with the plain definition."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import path_to, random_parents, random_tree
+
+from mtp.attention import AttentionPass
+from mtp.tree import TokenTree, ancestor_mask
+
+
+@given(st.integers(0, 10_000), st.integers(1, 40), st.integers(1, 3))
+def test_ancestor_mask_is_the_naive_relation(seed: int, nodes: int, batch: int) -> None:
+    rng = random.Random(seed)
+    parents = [random_parents(rng, nodes) for _ in range(batch)]
+    naive = torch.zeros(batch, nodes, nodes, dtype=torch.bool)
+    for row in range(batch):
+        for node in range(nodes):
+            naive[row, node, path_to(parents[row], node)] = True
+    assert torch.equal(ancestor_mask(torch.tensor(parents)), naive)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 64, 129])
+def test_ancestor_mask_of_a_chain_is_causal(nodes: int) -> None:
+    parents = torch.arange(nodes)[None] - 1
+    assert torch.equal(ancestor_mask(parents)[0], torch.ones(nodes, nodes).tril().bool())
+
+
+@given(st.integers(0, 10_000), st.integers(1, 20))
+def test_depths_count_the_drafted_tokens_on_the_path(seed: int, nodes: int) -> None:
+    tree = random_tree(random.Random(seed), batch=2, nodes=nodes)
+    for row in range(2):
+        parents = tree.parents[row].tolist()
+        assert tree.depths[row].tolist() == [len(path_to(parents, node)) - 1 for node in range(nodes)]
+
+
+@given(st.integers(0, 10_000))
+def test_positions_follow_the_rows_prefix_by_depth(seed: int) -> None:
+    tree = random_tree(random.Random(seed), batch=2, nodes=6)
+    lengths = torch.tensor([3, 9])
+    positions = AttentionPass.over_tree(tree, lengths, 9).positions
+    assert torch.equal(positions, lengths[:, None] + tree.depths)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 12))
+def test_children_are_the_valid_nodes_with_that_parent_in_index_order(seed: int, nodes: int) -> None:
+    tree = random_tree(random.Random(seed), nodes=nodes, ragged=True)
+    parents, valid = tree.parents[0].tolist(), tree.valid[0].tolist()
+    for node, offspring in enumerate(tree.children(0)):
+        assert offspring == [child for child in range(1, nodes) if parents[child] == node and valid[child]]
+
+
+def test_root_only_tree_has_one_node_a_row() -> None:
+    tree = TokenTree.root_only(torch.tensor([4, 5]))
+    assert (tree.batch_size, tree.num_nodes, tree.is_drawn) == (2, 1, False)
+    assert tree.parents.tolist() == [[-1], [-1]]
+    assert tree.valid.all()
+
+
+def test_chain_marks_tokens_past_a_rows_length_as_padding() -> None:
+    tree = TokenTree.chain(torch.tensor([1, 2]), torch.tensor([[3, 4], [5, 6]]), torch.tensor([2, 1]))
+    assert tree.parents.tolist() == [[-1, 0, 1]] * 2
+    assert tree.depths.tolist() == [[0, 1, 2]] * 2
+    assert tree.valid.tolist() == [[True, True, True], [True, True, False]]
+
+
+@pytest.mark.parametrize("parents", [[0, 0], [-1, -1], [-1, 1], [-1, 2, 0]])
+def test_parents_that_make_no_tree_are_refused(parents: list[int]) -> None:
+    with pytest.raises(ValueError, match="parents"):
+        TokenTree.from_parents(torch.zeros(1, len(parents), dtype=torch.long), torch.tensor([parents]))
+
+
+def test_select_rows_keeps_everything_about_those_rows() -> None:
+    tree = random_tree(random.Random(1), batch=3, nodes=5, ragged=True)
+    full = TokenTree(tree.tokens, tree.parents, tree.depths, tree.valid, torch.rand(3, 5), torch.rand(3, 5, 7))
+    kept = full.select_rows(torch.tensor([2, 0]))
+    for name in ("tokens", "parents", "depths", "valid", "log_q", "q"):
+        assert torch.equal(getattr(kept, name), getattr(full, name)[[2, 0]])
+    assert tree.select_rows(torch.tensor([1])).q is None
