@@ -104,8 +104,7 @@ def test_the_model_is_left_as_it_was_even_after_an_exception() -> None:
     net = model()
     packed = PackedLinears(net)
     with pytest.raises(RuntimeError), torch.no_grad(), packed.active():
-        assert "forward" in net[0].__dict__
-        raise RuntimeError
+        net(torch.randn(3, 24)) @ torch.zeros(3)
     assert not any("forward" in module.__dict__ for module in net.modules())
 
 

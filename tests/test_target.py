@@ -8,6 +8,19 @@ from typing import Any
 import pytest
 import torch
 from tiny import ARCHITECTURES, LAYERS, padded, random_prompts, tiny_model, tiny_target
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from mtp.attention import AttentionPass
 from mtp.target import Target, TargetOutput, UnsupportedTargetError, fingerprint_mismatch
@@ -108,8 +121,6 @@ def saved(tmp_path: Any, dtype: torch.dtype) -> str:
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16, torch.float16])
 def test_fingerprint_is_the_same_in_every_precision(tmp_path: Any, stored: torch.dtype, loaded: torch.dtype) -> None:
-    from transformers import AutoModelForCausalLM
-
     folder = saved(tmp_path, stored)
     prints = [
         Target(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)).fingerprint() for dtype in (stored, loaded)
@@ -157,16 +168,12 @@ def test_tied_and_untied_targets_can_be_fingerprinted() -> None:
 
 
 def test_a_recurrent_target_is_refused_with_a_reason() -> None:
-    from transformers import MambaConfig, MambaForCausalLM
-
     config = MambaConfig(vocab_size=24, hidden_size=16, state_size=4, num_hidden_layers=2)
     with pytest.raises(UnsupportedTargetError, match=r"Mamba.*(state|rolled back)"):
         Target(MambaForCausalLM(config))
 
 
 def test_a_target_with_some_linear_attention_layers_is_refused() -> None:
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
     config = Qwen3NextConfig(
         vocab_size=24,
         hidden_size=16,
@@ -190,16 +197,12 @@ def test_a_target_with_some_linear_attention_layers_is_refused() -> None:
 
 
 def test_an_encoder_decoder_is_refused() -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
-
     config = T5Config(vocab_size=24, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     with pytest.raises(UnsupportedTargetError, match="encoder-decoder"):
         Target(T5ForConditionalGeneration(config))
 
 
 def test_alibi_is_refused() -> None:
-    from transformers import FalconConfig, FalconForCausalLM
-
     config = FalconConfig(vocab_size=24, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, alibi=True)
     with pytest.raises(UnsupportedTargetError):
         Target(FalconForCausalLM(config))
@@ -207,8 +210,6 @@ def test_alibi_is_refused() -> None:
 
 def test_attention_sinks_are_refused_before_anything_wrong_is_computed() -> None:
     """gpt-oss hands its sinks to the attention function, which would otherwise drop them in silence."""
-    from transformers import GptOssConfig, GptOssForCausalLM
-
     config = GptOssConfig(
         vocab_size=24,
         hidden_size=16,

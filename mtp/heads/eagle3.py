@@ -83,12 +83,14 @@ class Eagle3Head(Head):
     family: ClassVar[str] = "eagle3"
     config_class: ClassVar[type[HeadConfig]] = Eagle3Config
     config: Eagle3Config
+    tap_scale: Tensor
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
         if len(config.taps) != 3:
             raise ValueError(f"EAGLE-3 reads three layers of the target; found taps={config.taps}.")
         self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
+        self.register_buffer("tap_scale", torch.ones(3 * config.hidden_size))
         self.midlayer = Eagle3Layer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -118,6 +120,15 @@ class Eagle3Head(Head):
         head.set_draft_vocabulary(draft_ids)
         return head
 
+    def fuse(self, taps: Tensor) -> Tensor:
+        """``[..., 3H] -> [..., H]``: the tapped states as one hidden state.
+
+        Some dimensions of a residual stream are hundreds of times larger than others, and one step of the optimiser
+        would move what they feed by as much; so ``fc`` reads every dimension at unit scale.  For engines that know no
+        ``tap_scale``, ``fc.weight / tap_scale`` is the same map.
+        """
+        return self.fc(taps.to(self.tap_scale.dtype) / self.tap_scale).to(self.norm.weight.dtype)
+
     # ---- training -------------------------------------------------------------------------------------------------
 
     def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
@@ -129,9 +140,8 @@ class Eagle3Head(Head):
         states, layer = batch.states, self.midlayer
         assert states.taps is not None
         # Under autocast projections give bfloat16; the residual stream stays in the weights' own precision.
-        dtype = self.norm.weight.dtype
-        embeddings = self.target.embed(states.tokens).to(dtype)
-        fused = self.fc(states.taps[:, :-1]).to(dtype)
+        embeddings = self._embed(states.tokens)
+        fused = self.fuse(states.taps[:, :-1])
         entries = layer.mix(embeddings[:, 1:], fused)
         everywhere = torch.arange(entries.shape[1], device=entries.device)[None]
         # Positions from which some step's guess is trained, as one range a row [B, P]; all work but attention itself is
@@ -191,15 +201,17 @@ class Eagle3Head(Head):
         w = fit.solve(slice(2 * width, None), cross=residual)
         current = fit.solve(slice(2 * width, None), cross=fit.gram[:, width : 2 * width])
         normal = m.T @ m + 0.1 * torch.eye(width, device=m.device)
-        self.fc.weight.copy_(current + torch.linalg.solve(normal, m.T @ (w - m @ current)))
+        fused = current + torch.linalg.solve(normal, m.T @ (w - m @ current))
+        self.tap_scale.copy_((fit.gram.diagonal()[2 * width :] / fit.count).sqrt())
+        self.fc.weight.copy_(fused * self.tap_scale)
         layer.hidden_norm.weight.fill_(1.0)
         layer.input_layernorm.weight.fill_(1.0)
         layer.post_attention_layernorm.weight.fill_(1.0)
         identity = torch.eye(width, device=m.device)
         _start_attention(layer, torch.cat([a, m - identity], dim=1))
         layer.mlp.down_proj.weight.zero_()
-        self.norm.weight.fill_(scale)
-        self.lm_head.weight.copy_(self.target.output_matrix[self.draft_ids])
+        self.norm.weight.fill_(1.0)
+        self.lm_head.weight.copy_(self.target.output_matrix[self.draft_ids] * scale)
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 
@@ -238,7 +250,7 @@ class Eagle3Head(Head):
         assert states.taps is not None
         last = (states.counts - 1)[:, None]
         following = torch.cat([states.tokens[:, 1:], pending[:, None]], dim=1).scatter(1, last, pending[:, None])
-        fused = self.fc(states.taps.to(self.fc.weight.dtype))
+        fused = self.fuse(states.taps)
         entries = layer.mix(self._embed(following), fused)
         cache.stage(entries.shape[1])
         attention = AttentionPass.over_chain(entries.shape[1], cache.lengths, cache.start)

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chisquare
 from tiny import random_tree, tiny_head, tiny_target
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
-from mtp.drafters import Draw
+from mtp.attention import AttentionPass
+from mtp.drafters import Draw, TargetStates
 from mtp.planner import BestFirstGrowth, drawn_widths, static_tree
 from mtp.sampling import TargetSampler
 from mtp.tree import TokenTree
@@ -151,14 +153,22 @@ def committed(tree: TokenTree, path: list[int], token: int) -> Tokens:
 
 def law_of(propose: Callable[[Branches], TokenTree], rule: Rule, p: Table, length: int = LENGTH) -> dict[Tokens, float]:
     """The distribution of the first ``length`` tokens under a drafter and an acceptance rule."""
-    law = dict.fromkeys(p.sequences(length=length), 0.0)
+    sums: dict[Tokens, float] = {}
     drawing = Branches()
     for chance, tree in drawing.outcomes(lambda: propose(drawing)):
         verifying = Branches()
         for weight, (path, token) in verifying.outcomes(lambda: rule(tree, p, verifying)):  # noqa: B023
-            tokens = committed(tree, path, token)
-            for sequence, rest in p.sequences(tokens[:length], length).items():
-                law[sequence] += chance * weight * rest
+            tokens = committed(tree, path, token)[:length]
+            sums[tokens] = sums.get(tokens, 0.0) + chance * weight
+    return continued(sums, p, length)
+
+
+def continued(sums: dict[Tokens, float], p: Table, length: int = LENGTH) -> dict[Tokens, float]:
+    """The law of ``length`` tokens when the target alone goes on behind what was committed."""
+    law = dict.fromkeys(p.sequences(length=length), 0.0)
+    for tokens, weight in sums.items():
+        for sequence, rest in p.sequences(tokens, length).items():
+            law[sequence] += weight * rest
     return law
 
 
@@ -272,16 +282,13 @@ def test_walk_over_every_choice_of_the_target_gives_the_targets_law(zeros: int) 
     weights = at_node[torch.arange(tree.num_nodes), choices].prod(1)
     expand = lambda tensor: tensor.expand(len(choices), -1)  # noqa: E731
     verdict = walk(TokenTree(*map(expand, (tree.tokens, tree.parents, tree.depths, tree.valid))), choices)
-    law = dict.fromkeys(p.sequences(), 0.0)
     sums: dict[Tokens, float] = {}
     for path, count, token, weight in zip(
         verdict.path.tolist(), verdict.counts.tolist(), verdict.next_token.tolist(), weights.tolist(), strict=True
     ):
         tokens = committed(tree, path[:count], token)
         sums[tokens] = sums.get(tokens, 0.0) + weight
-    for tokens, weight in sums.items():
-        for sequence, rest in p.sequences(tokens).items():
-            law[sequence] += weight * rest
+    law = continued(sums, p)
     truth = p.sequences()
     assert max(abs(law[sequence] - truth[sequence]) for sequence in truth) < EXACT
 
@@ -385,9 +392,6 @@ def test_drafts_over_a_part_of_the_vocabulary_keep_the_law() -> None:
 
 def head_proposals(family: str, nodes: int, draft_vocab: int, steps: int = 2) -> Callable[[Branches], TokenTree]:
     """Every tree that a real (random, tiny) head may draw for one prompt."""
-    from mtp.attention import AttentionPass
-    from mtp.drafters import TargetStates
-
     target = tiny_target("llama", vocab=V + 1, layers=2)
     head = tiny_head(
         family, target, draft_vocab=draft_vocab, steps=steps, **({"depth": 2} if family != "medusa" else {})
@@ -484,8 +488,6 @@ def test_walking_a_drawn_tree_whose_draws_depend_on_the_choice_is_detected() -> 
 
 
 def test_drawn_children_are_ordered_draws_without_replacement() -> None:
-    from scipy.stats import chisquare
-
     q = Table(23)(())
     samples = 20_000
     drawn = Draw(generator=torch.Generator().manual_seed(1)).children(q.log().float().expand(samples, V), 2)

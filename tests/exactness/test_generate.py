@@ -22,8 +22,15 @@ from tiny import (
     tiny_head,
     tiny_model,
 )
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    SynthIDTextWatermarkingConfig,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import mtp
@@ -229,6 +236,16 @@ def test_rows_that_end_inside_a_block_are_padded_like_transformers_pads_them() -
     assert len({tuple(row).index(PAD) if PAD in row else NEW for row in expected}) > 1
 
 
+def test_rows_are_padded_with_the_end_token_where_there_is_no_padding_token() -> None:
+    """As Transformers does for the many models that name none (GPT-2, Llama 2 ...)."""
+    model = tiny_model("llama")
+    model.generation_config.pad_token_id = model.config.pad_token_id = None
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": [4, 9, 14]}
+    expected = model.generate(**padded(FOUR), **settings)
+    assert len({row.index(4) if 4 in row else NEW for row in answers(expected, 11)}) > 1
+    assert SpeculativeModel.from_target(model, "none").generate(**padded(FOUR), **settings).equal(expected)
+
+
 def test_a_first_token_that_ends_the_text_is_all_there_is() -> None:
     first = [row[0] for row in truths("llama", FOUR)]
     for eos in (first[:1], first):
@@ -242,8 +259,6 @@ def test_max_new_tokens_is_never_overrun_inside_a_block(count: int) -> None:
 
 def letters() -> PreTrainedTokenizerFast:
     """A tokenizer whose token i is the i-th letter."""
-    from tokenizers import Tokenizer, decoders, models
-
     vocab = {chr(ord("a") + index): index for index in range(VOCAB)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = decoders.Fuse()
@@ -480,7 +495,7 @@ def traces(model: PreTrainedModel) -> dict[str, Any]:
         "overrides": [name for name, m in model.named_modules() if "forward" in m.__dict__],
         "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()),
         "grad": [p.requires_grad for p in model.parameters()],
-        "weights": [float(p.sum()) for p in model.parameters()],
+        "weights": [float(p.detach().sum()) for p in model.parameters()],
         "training": [m.training for m in model.modules()],
         "generation_config": model.generation_config.to_dict(),
     }
@@ -561,8 +576,6 @@ def test_settings_that_cannot_be_drafted_for_are_refused_by_name(name: str) -> N
 
 def test_a_processor_that_keeps_a_state_is_refused() -> None:
     """SynthID's processor remembers its last contexts; asked at several nodes it would mix up branches."""
-    from transformers import SynthIDTextWatermarkingConfig
-
     config = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
     with pytest.raises(ValueError, match="SynthID"):
         oracle().generate(torch.tensor(ONE), max_new_tokens=4, do_sample=True, watermarking_config=config)

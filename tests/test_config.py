@@ -1,0 +1,57 @@
+"""Recipes: every key and type is checked, and an error names the key and the nearest right one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from train.config import ConfigError, load_config
+
+REQUIRED = ["target.path=somewhere", "data.path=elsewhere"]
+RECIPES = sorted(Path("configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_in_the_repository_loads(recipe: Path) -> None:
+    assert load_config([str(recipe), *REQUIRED]).target.path == "somewhere"
+
+
+def test_overrides_win_over_the_file_and_keep_their_types() -> None:
+    config = load_config(["configs/smollm2_eagle3.yaml", *REQUIRED, "optim.lr=1e-3", "data.limit=null", "head.steps=2"])
+    assert config.optim.lr == 1e-3
+    assert config.data.limit is None
+    assert config.head.steps == 2
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_right_one() -> None:
+    with pytest.raises(ConfigError, match=r"Unknown key optim\.learning; |Unknown key optim\.lrr; did you mean optim\.lr"):
+        load_config([*REQUIRED, "optim.lrr=1"])
+
+
+def test_an_unknown_section_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Unknown key optimizer; did you mean optim"):
+        load_config([*REQUIRED, "optimizer.lr=1"])
+
+
+@pytest.mark.parametrize("override", ["head.steps=three", "optim.lr=fast", "head.steps=2.5", "data.limit=yes"])
+def test_a_wrong_type_is_refused_with_what_was_found_and_expected(override: str) -> None:
+    with pytest.raises(ConfigError, match=f"{override.split('=')[0]}: found .*expected"):
+        load_config([*REQUIRED, override])
+
+
+def test_a_missing_recipe_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"No recipe at nowhere\.yaml"):
+        load_config(["nowhere.yaml"])
+
+
+def test_a_recipe_without_target_or_data_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"target\.path is empty"):
+        load_config(["data.path=x"])
+    with pytest.raises(ConfigError, match=r"data\.path is empty"):
+        load_config(["target.path=x"])
+
+
+def test_an_override_without_a_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected key=value"):
+        load_config([*REQUIRED, "optim.lr"])

@@ -1,0 +1,239 @@
+"""The training program on a tiny target: it learns, checkpoints whole or not at all, and resumes exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+import mtp
+from mtp.heads import HEADS
+from tests.tiny import padded, random_prompts, tiny_model
+from train import heads as program
+from train.config import ConfigError, load_config
+from train.data import DataError
+from train.features import CachedFeatures, OnlineFeatures
+from train.loop import Trainer, draft_vocabulary, find_checkpoint, whole_checkpoints
+
+FAMILIES = sorted(HEADS)
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target on disk and its own greedy answers to 60 prompts."""
+    folder = tmp_path_factory.mktemp("workshop")
+    model = tiny_model(seed=9)
+    model.save_pretrained(folder / "target")
+    vocabulary = {f"t{i}": i for i in range(24)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0").save_pretrained(folder / "target")
+    prompts = random_prompts([6] * 60, seed=9)
+    answers = model.generate(**padded(prompts), max_new_tokens=16, do_sample=False)[:, 6:].tolist()
+    with (folder / "rows.jsonl").open("w") as file:
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            row = {"prompt_ids": prompt, "response_ids": answer, "category": "even" if number % 2 == 0 else "odd"}
+            file.write(json.dumps(row) + "\n")
+    return folder
+
+
+def recipe(workshop: Path, output: Path, *overrides: str) -> list[str]:
+    return [
+        f"target.path={workshop / 'target'}",
+        f"data.path={workshop / 'rows.jsonl'}",
+        "data.held_out_fraction=0.15",
+        f"output={output}",
+        "features.dtype=float32",
+        "head.draft_vocab_size=20",
+        "head.steps=3",
+        "head.nodes=8",
+        "optim.epochs=2",
+        "optim.batch_positions=200",
+        "optim.lr=3e-3",
+        "eval.rows=6",
+        "eval.max_new_tokens=10",
+        "checkpoint_every=4",
+        *overrides,
+    ]
+
+
+def train(workshop: Path, output: Path, *overrides: str) -> tuple[Trainer, dict[str, Any]]:
+    trainer = program.build_trainer(load_config(recipe(workshop, output, *overrides)))
+    return trainer, trainer.run()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_writes_a_head_that_loads_and_generates_the_targets_text(
+    family: str, workshop: Path, tmp_path: Path
+) -> None:
+    trainer, result = train(workshop, tmp_path / "run", f"head.family={family}")
+    model = mtp.load(tmp_path / "run" / "best")
+    inputs = padded(random_prompts([5, 9], seed=1))
+    expected = model.target.causal_lm.generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), expected)
+    measured = json.loads((tmp_path / "run" / "best" / "acceptance.json").read_text())
+    assert measured["mean_accepted_length"] >= 1.0
+    assert set(measured["categories"]) <= {"even", "odd"}
+    assert result["held_out"]["positions"] > 0
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["event"] == "evaluation"
+    assert trainer.progress.step == trainer.total_steps
+
+
+def test_only_the_head_has_gradients(workshop: Path, tmp_path: Path) -> None:
+    trainer, _ = train(workshop, tmp_path / "run", "optim.epochs=1")
+    assert all(parameter.grad is None for parameter in trainer.target.causal_lm.parameters())
+    optimised = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert optimised == {id(p) for p in trainer.head.parameters()}
+
+
+def test_training_lowers_the_held_out_loss(workshop: Path, tmp_path: Path) -> None:
+    _, before = train(workshop, tmp_path / "a", "optim.epochs=1", "optim.lr=1e-8", "head.warm_start_positions=0")
+    _, after = train(workshop, tmp_path / "b", "optim.epochs=12", "head.warm_start_positions=0")
+    assert sum(after["held_out"]["loss"]) < sum(before["held_out"]["loss"])
+    assert sum(after["held_out"]["accuracy"]) > 2 * sum(before["held_out"]["accuracy"])
+
+
+def test_cached_and_online_features_train_the_same_head(workshop: Path, tmp_path: Path) -> None:
+    online, _ = train(workshop, tmp_path / "online", "optim.epochs=1")
+    cached, _ = train(workshop, tmp_path / "cached", "optim.epochs=1", "features.mode=cached")
+    assert isinstance(online.train, OnlineFeatures)
+    assert isinstance(cached.train, CachedFeatures)
+    one, other = online.train.batch([0, 5]), cached.train.batch([0, 5])
+    assert torch.equal(one.tokens, other.tokens)
+    torch.testing.assert_close(one.hidden, other.hidden, atol=5e-2, rtol=2e-2)  # the cache keeps bfloat16
+
+
+def test_a_feature_cache_continues_after_an_interrupt_and_never_serves_other_rows(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.features.ROWS_A_SHARD", 8)
+    target = mtp.Target(tiny_model(seed=9))
+    rows = program.load_rows(workshop / "rows.jsonl")
+    source = CachedFeatures(target, rows, (1, 2), tmp_path)
+    source.build()
+    shards = sorted(source.folder.glob("*.safetensors"))
+    assert len(shards) == 8
+    before = {path: path.stat().st_mtime_ns for path in shards}
+    shards[3].unlink()
+    source.build()
+    changed = [path for path in shards if path.stat().st_mtime_ns != before[path]]
+    assert changed == [shards[3]]
+    assert CachedFeatures(target, rows[1:], (1, 2), tmp_path).folder != source.folder
+    assert CachedFeatures(target, rows, (1, 3), tmp_path).folder != source.folder
+    other = mtp.Target(tiny_model(seed=10))
+    assert CachedFeatures(other, rows, (1, 2), tmp_path).folder != source.folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "heads.safetensors")
+
+
+def test_an_interrupted_run_resumes_to_exactly_the_weights_of_an_uninterrupted_one(
+    workshop: Path, tmp_path: Path
+) -> None:
+    train(workshop, tmp_path / "whole")
+    trainer = program.build_trainer(load_config(recipe(workshop, tmp_path / "parts")))
+    step = trainer._step
+
+    def interrupt_at_fifth(batch: Any) -> Any:
+        metrics = step(batch)
+        if trainer.progress.step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return metrics
+
+    trainer._step = interrupt_at_fifth  # type: ignore[method-assign]
+    with pytest.raises(SystemExit):
+        trainer.run()
+    assert trainer.progress.step == 5
+    resumed, _ = train(workshop, tmp_path / "parts")
+    assert resumed.progress.step == resumed.total_steps
+    one, other = weights(tmp_path / "whole" / "last"), weights(tmp_path / "parts" / "last")
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def test_a_killed_run_resumes_from_its_newest_whole_checkpoint(workshop: Path, tmp_path: Path) -> None:
+    arguments = recipe(workshop, tmp_path / "run", "optim.epochs=400", "checkpoint_every=3", "eval.every=0")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "train/heads.py", *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        while len(whole_checkpoints(tmp_path / "run")) < 2:
+            assert process.poll() is None, process.stdout.read().decode()[-2000:]
+    finally:
+        process.kill()
+        process.wait()
+    newest = whole_checkpoints(tmp_path / "run")[-1]
+    assert find_checkpoint(tmp_path / "run", "auto") == newest
+    trainer = program.build_trainer(load_config(arguments))
+    trainer._resume()
+    assert trainer.progress.step == int(newest.name.removeprefix("step-"))
+
+
+def test_a_full_disk_in_the_middle_of_a_checkpoint_leaves_the_last_good_one(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _ = train(workshop, tmp_path / "run", "optim.epochs=1")
+    before = whole_checkpoints(tmp_path / "run")
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer.progress.step += 1
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.accelerator, "save_state", full)
+        with pytest.raises(OSError, match="No space left"):
+            trainer._save_state()
+    assert whole_checkpoints(tmp_path / "run") == before
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+def test_a_changed_recipe_is_not_resumed_in_silence(workshop: Path, tmp_path: Path) -> None:
+    train(workshop, tmp_path / "run", "optim.epochs=1")
+    with pytest.raises(ConfigError, match=r"other settings \(optim\.epochs\)"):
+        train(workshop, tmp_path / "run", "optim.epochs=2")
+
+
+def test_no_held_out_rows_is_refused(workshop: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="No held-out rows"):
+        train(workshop, tmp_path / "run", "data.held_out_fraction=0.0")
+
+
+def test_a_draft_vocabulary_larger_than_the_targets_is_refused(workshop: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="draft_vocab_size is 25; the target's vocabulary has 24"):
+        train(workshop, tmp_path / "run", "head.draft_vocab_size=25")
+
+
+def test_answers_with_foreign_token_ids_are_refused(workshop: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt_ids": [1], "response_ids": [99]}) + "\n")
+    with pytest.raises(DataError, match="token id 99, but the target has 24"):
+        train(workshop, tmp_path / "run", f"data.path={path}")
+
+
+def test_errors_reach_the_user_as_one_line_and_not_as_a_traceback(workshop: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"error: No distilled data at"):
+        program.main(recipe(workshop, tmp_path / "run", "data.path=/nowhere"))
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_tokens_and_always_holds_the_end_tokens() -> None:
+    rows = [program.Row((0,), (5, 5, 5, 6, 6, 7))]
+    assert draft_vocabulary(rows, 3, 10, always=[9]).tolist() == [5, 6, 9]
+    assert draft_vocabulary(rows, None, 4, always=[]).tolist() == [0, 1, 2, 3]
+
+
+def test_tensorboard_gets_what_the_log_gets(workshop: Path, tmp_path: Path) -> None:
+    train(workshop, tmp_path / "run", "optim.epochs=1", "log_every=1", "report_to=[tensorboard]")
+    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
