@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from mtp.checkpoint import CheckpointError, load_head, load_target, load_tokenizer, save_checkpoint
 from mtp.drafters import DRAFTERS, Drafter
@@ -36,14 +36,11 @@ def load(
     Raises:
         CheckpointError: if the folder is no checkpoint or the target is not the one it was trained on.
     """
-    if target is None:
-        target = load_target(folder, trust_remote_code=trust_remote_code, **target_kwargs)
-    elif isinstance(target, str):
-        model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=trust_remote_code, **target_kwargs)
-        target = Target(model)
+    if target is None or isinstance(target, str):
+        target = load_target(folder, target, trust_remote_code=trust_remote_code, **target_kwargs)
     elif not isinstance(target, Target):
         target = Target(target)
-    return SpeculativeModel(target, load_head(folder, target), load_tokenizer(folder))
+    return SpeculativeModel(target, load_head(folder, target), load_tokenizer(folder, target))
 
 
 def available_heads() -> list[str]:

@@ -135,29 +135,42 @@ def load_head(folder: str | Path, target: Target, *, check_fingerprint: bool = T
 
 
 def load_target(
-    folder: str | Path, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False, **kwargs: Any
+    folder: str | Path,
+    path: str | None = None,
+    *,
+    dtype: torch.dtype | str = "auto",
+    trust_remote_code: bool = False,
+    **kwargs: Any,
 ) -> Target:
-    """The target that the checkpoint in ``folder`` names (or carries)."""
+    """The target at ``path``; by default the one that the checkpoint in ``folder`` names or carries.
+
+    Raises:
+        CheckpointError: if it cannot be loaded.
+    """
     reference = read_config(folder)["target"]
-    path = str(Path(folder) / "target") if reference["bundled"] else reference["name_or_path"]
-    revision = None if reference["bundled"] else reference["revision"]
+    revision = kwargs.pop("revision", None)
+    if path is None and reference["bundled"]:
+        path = str(Path(folder) / "target")
+    elif path is None:
+        path, revision = reference["name_or_path"], revision or reference["revision"]
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
         )
     except OSError as error:
         raise CheckpointError(
-            f"The target that {folder} names, {path!r}, cannot be loaded: {error}\n"
+            f"The target {path!r} of {folder} cannot be loaded: {error}\n"
             "Pass the target yourself: mtp.load(folder, target=model_or_path)."
         ) from error
     return Target(model)
 
 
-def load_tokenizer(folder: str | Path) -> Any:
+def load_tokenizer(folder: str | Path, target: Target) -> Any:
     """The tokenizer kept in the checkpoint, or None when it holds none."""
     if not (Path(folder) / "tokenizer_config.json").exists():
         return None
-    return AutoTokenizer.from_pretrained(folder)
+    # The folder's config.json is ours; Transformers is to look into the target's for the model type.
+    return AutoTokenizer.from_pretrained(folder, config=target.causal_lm.config)
 
 
 def model_card(head: Head, reference: TargetReference, acceptance: dict[str, Any], training: dict[str, Any]) -> str:

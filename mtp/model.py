@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -9,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -85,7 +87,8 @@ class SpeculativeModel:
             ValueError: for what cannot be drafted for (beam search, scores of every step ...), saying why.
         """
         own = {name: kwargs.pop(name) for name in ("nodes", "drafter", "drawn", "on_token") if name in kwargs}
-        return self.target.causal_lm.generate(*args, custom_generate=speculate(self, **own), **kwargs)
+        decode = speculate(self, **own, streamer=kwargs.get("streamer"))
+        return self.target.causal_lm.generate(*args, custom_generate=decode, **with_stop_strings(kwargs))
 
 
 def speculate(
@@ -95,10 +98,14 @@ def speculate(
     drafter: str | Drafter | None = None,
     drawn: bool = False,
     on_token: TokenListener | None = None,
+    streamer: BaseStreamer | None = None,
 ) -> Callable[..., Any]:
     """The round loop as a decoding method for Transformers: ``lm.generate(..., custom_generate=speculate(model))``.
 
     Transformers prepares the generation config, logits processors and stopping criteria; they mean what they always do.
+    It does not hand a streamer or a tokenizer on to a decoding method, though: name the streamer here as well, and pass
+    stop strings as ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``.  ``SpeculativeModel.generate`` does
+    both by itself.
     """
     if drafter is None:
         drafter = model.drafter
@@ -116,7 +123,6 @@ def speculate(
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         synced_gpus: bool = False,
-        streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> Any:
         refuse_unsupported_settings(generation_config, model_kwargs)
@@ -142,6 +148,27 @@ def speculate(
         )
 
     return decode
+
+
+def with_stop_strings(arguments: dict[str, Any]) -> dict[str, Any]:
+    """``generate``'s arguments with ``stop_strings`` and ``tokenizer`` turned into a stopping criterion.
+
+    Transformers drops the tokenizer on the way to a decoding method, and then misses it.
+    """
+    config = arguments.get("generation_config")
+    strings = arguments.get("stop_strings") or getattr(config, "stop_strings", None)
+    if not strings:
+        return {name: value for name, value in arguments.items() if name != "stop_strings"}
+    tokenizer = arguments.get("tokenizer")
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={strings!r} need the tokenizer that spells them: pass tokenizer=... as well.")
+    criteria = [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
+    kept = {name: value for name, value in arguments.items() if name not in ("stop_strings", "tokenizer")}
+    if config is not None:
+        config = copy.deepcopy(config)
+        config.stop_strings = None
+        kept["generation_config"] = config
+    return {**kept, "stopping_criteria": StoppingCriteriaList(criteria)}
 
 
 def real_tokens(padded: list[list[int]], mask: Tensor | None) -> list[list[int]]:

@@ -2,8 +2,8 @@
 
 oneDNN repacks a weight matrix at every call of ``torch.nn.functional.linear`` with a few rows, which costs more than
 the product itself: on two AVX-512 cores a 1536 x 576 product with 8 rows takes 0.36 ms unpacked and 0.16 ms packed.
-Tree verification lives in exactly that range of rows.  A ``PackedLinears`` keeps a packed copy of a model's weights beside
-the model and uses it only while it is active; the model itself stays as its owner left it.
+Tree verification lives in exactly that range of rows.  A ``PackedLinears`` keeps a packed copy of a model's weights
+beside the model and uses it only while it is active; the model itself stays as its owner left it.
 """
 
 from __future__ import annotations

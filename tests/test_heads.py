@@ -172,7 +172,7 @@ def test_draft_layer_takes_its_rotary_base_from_the_target() -> None:
 
 def test_a_head_refuses_a_target_of_another_size() -> None:
     head = tiny_head("medusa", tiny_target())
-    with pytest.raises(ValueError, match="vocab_size 24.*48"):
+    with pytest.raises(ValueError, match=r"vocab_size 24.*48"):
         head.attach(tiny_target(vocab=48))
 
 

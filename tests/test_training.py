@@ -166,9 +166,8 @@ def test_an_interrupted_run_resumes_to_exactly_the_weights_of_an_uninterrupted_o
 def test_a_killed_run_resumes_from_its_newest_whole_checkpoint(workshop: Path, tmp_path: Path) -> None:
     arguments = recipe(workshop, tmp_path / "run", "optim.epochs=400", "checkpoint_every=3", "eval.every=0")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "train/heads.py", *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    command = [sys.executable, "train/heads.py", *arguments]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         while len(whole_checkpoints(tmp_path / "run")) < 2:
             assert process.poll() is None, process.stdout.read().decode()[-2000:]

@@ -71,20 +71,26 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if not path.is_file():
         raise DataError(f"No file at {path}; expected a JSONL file, one object a line.")
     empty = True
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}).") from error
-            if not isinstance(value, dict):
-                raise DataError(f"{path}, line {number}: found a {type(value).__name__}, expected a JSON object.")
-            empty = False
-            yield number, value
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    empty = False
+                    yield number, _parse_line(path, number, line)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start} of a block).") from error
     if empty:
         raise DataError(f"{path} is empty; expected one JSON object a line.")
+
+
+def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}).") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path}, line {number}: found a {type(value).__name__}, expected a JSON object.")
+    return value
 
 
 def load_rows(path: str | Path, limit: int | None = None) -> list[Row]:

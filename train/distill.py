@@ -24,7 +24,7 @@ import datasets
 import numpy as np
 import pyarrow.parquet
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from mtp.files import whole_file, write_json
@@ -32,9 +32,9 @@ from mtp.target import Target, UnsupportedTargetError
 from train.config import TargetConfig
 from train.data import DataError, is_held_out
 from train.generation import Generator, Progress, Sampling, derived_seed
-from train.heads import load_target
 from train.prompts import Prompt, Question, read_dataset, read_questions, tokenise
 from train.self_prompts import PromptWriter
+from train.target import load_target, load_tokenizer
 
 logger = logging.getLogger("train.distill")
 
@@ -350,10 +350,7 @@ def load(config: TargetConfig, device: str) -> tuple[Target, PreTrainedTokenizer
         found = torch.accelerator.current_accelerator(check_available=True)
         device = "cpu" if found is None else found.type
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
-        return load_target(config, torch.device(device)), tokenizer
+        return load_target(config, torch.device(device)), load_tokenizer(config)
     except OSError as error:
         raise DataError(f"Cannot load the target {config.path}: {error}") from error
 

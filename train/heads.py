@@ -15,32 +15,17 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from mtp.heads import head_class
-from mtp.target import Target, UnsupportedTargetError
-from train.config import ConfigError, RunConfig, TargetConfig, load_config, to_dict
+from mtp.target import Target, UnsupportedTargetError, fingerprint_mismatch
+from train.config import ConfigError, RunConfig, load_config, to_dict
 from train.data import DataError, Row, load_rows, split_rows
 from train.features import CachedFeatures, FeatureSource, OnlineFeatures, resolve_dtype
 from train.loop import Trainer, draft_vocabulary, flatten, seed_everything
+from train.target import load_target, load_tokenizer
 
 logger = logging.getLogger("train.heads")
-
-
-def load_target(config: TargetConfig, device: torch.device) -> Target:
-    """Load the frozen target onto ``device``."""
-    dtype: torch.dtype | str = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    if dtype == "auto" and device.type == "cpu":
-        dtype = torch.float32
-    model = AutoModelForCausalLM.from_pretrained(
-        os.path.expanduser(config.path),
-        revision=config.revision,
-        dtype=dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
-    model.requires_grad_(False)
-    return Target(model.to(device))
 
 
 def usable_rows(config: RunConfig, target: Target) -> tuple[list[Row], list[Row]]:
@@ -59,8 +44,8 @@ def usable_rows(config: RunConfig, target: Target) -> tuple[list[Row], list[Row]
     largest = max(max(row.ids) for row in fitting)
     if largest >= target.vocab_size:
         raise DataError(
-            f"{config.data.path} holds token id {largest}, but the target has {target.vocab_size} tokens: these answers "
-            "come from another target."
+            f"{config.data.path} holds token id {largest}, but the target has {target.vocab_size} tokens: these "
+            "answers come from another target."
         )
     train, held_out = split_rows(fitting, config.data.held_out_fraction)
     if not held_out:
@@ -75,17 +60,23 @@ def usable_rows(config: RunConfig, target: Target) -> tuple[list[Row], list[Row]
 
 
 def check_origin(config: RunConfig, target: Target) -> None:
-    """Refuse answers that another target wrote, where the data says who wrote them."""
+    """Refuse answers that another target wrote, or a split other than theirs, where the data says so."""
     record = Path(config.data.path) / "distill.json"
     if not record.is_file():
         return
-    written_by = json.loads(record.read_text(encoding="utf-8")).get("fingerprint")
-    from mtp.target import fingerprint_mismatch
-
-    if written_by and fingerprint_mismatch(target.fingerprint(), written_by):
+    written = json.loads(record.read_text(encoding="utf-8"))
+    fingerprint = written.get("fingerprint")
+    if fingerprint and fingerprint_mismatch(target.fingerprint(), fingerprint):
         raise DataError(
-            f"{config.data.path} holds answers of a target with fingerprint {written_by}; {config.target.path} has "
+            f"{config.data.path} holds answers of a target with fingerprint {fingerprint}; {config.target.path} has "
             f"{target.fingerprint()}. Distil again with this target."
+        )
+    fraction = written.get("held_out", {}).get("fraction")
+    if fraction is not None and fraction != config.data.held_out_fraction:
+        raise DataError(
+            f"{config.data.path} was split with held_out_fraction {fraction}; the recipe says "
+            f"{config.data.held_out_fraction}. Set data.held_out_fraction={fraction}, so that what others measure on "
+            "is not trained on here."
         )
 
 
@@ -140,9 +131,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     )
     if config.report_to:
         accelerator.init_trackers("mtp", config=flatten(to_dict(config)))
-    tokenizer = AutoTokenizer.from_pretrained(
-        os.path.expanduser(config.target.path), trust_remote_code=config.target.trust_remote_code
-    )
+    tokenizer = load_tokenizer(config.target)
     return Trainer(config, accelerator, target, head, sources[0], sources[1], tokenizer)
 
 

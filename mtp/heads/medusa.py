@@ -40,9 +40,11 @@ class MedusaConfig(HeadConfig):
     rank_accuracy: tuple[tuple[float, ...], ...] = ()
 
     def accuracies(self) -> tuple[tuple[float, ...], ...]:
+        """``[steps][ranks]``, with no more ranks than the draft vocabulary has tokens."""
+        ranks = min(RANKS, self.draft_vocab_size)
         if self.rank_accuracy:
-            return tuple(tuple(ranks) for ranks in self.rank_accuracy)
-        return tuple(tuple(0.4 * 0.75**step * 0.4**rank for rank in range(RANKS)) for step in range(self.steps))
+            return tuple(tuple(step[:ranks]) for step in self.rank_accuracy)
+        return tuple(tuple(0.4 * 0.75**step * 0.4**rank for rank in range(ranks)) for step in range(self.steps))
 
 
 class ResidualBlock(nn.Module):

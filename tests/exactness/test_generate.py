@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -552,6 +553,44 @@ def test_the_users_model_is_left_as_it_was_after_an_exception(where: str) -> Non
     # The same objects work again.
     drafter = OracleDrafter(truths("llama", ONE), lengths=[2])
     assert ours(speculative_model, ONE, drafter=drafter) == reference("llama", ONE)
+
+
+def test_an_adapter_counts_as_part_of_the_target_however_it_is_applied() -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(
+        tiny_model("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    )
+    model = SpeculativeModel.from_target(adapted, "none")
+    settings = {"max_new_tokens": NEW, "do_sample": False}
+
+    def assert_same(state: str) -> None:
+        ids = torch.tensor(ONE)
+        assert model.generate(ids, **settings).equal(adapted.generate(input_ids=ids, **settings)), state
+
+    assert_same("on top")
+    with adapted.disable_adapter():
+        assert_same("disabled")
+    adapted.merge_adapter()
+    assert_same("merged")
+    adapted.unmerge_adapter()
+    assert_same("unmerged")
+
+
+def test_two_threads_on_one_target_get_their_own_text_and_leave_the_model_alone() -> None:
+    model = tiny_model("llama")
+    before, target = traces(model), Target(model)
+    prompts = [random_prompts([5], seed) for seed in range(2)]
+    expected = [model.generate(torch.tensor(prompt), max_new_tokens=40, do_sample=False) for prompt in prompts]
+
+    def work(index: int) -> list[bool]:
+        mine = SpeculativeModel(target, ClutteringDrafter(nodes=9, seed=index))
+        ids = torch.tensor(prompts[index])
+        return [mine.generate(ids, max_new_tokens=40, do_sample=False).equal(expected[index]) for _ in range(5)]
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(work, range(2)))
+    assert all(map(all, results))
+    assert traces(model) == before
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
