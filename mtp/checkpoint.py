@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -99,7 +100,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise CheckpointError(
             f"No {CONFIG} in {folder}; expected an augmented checkpoint, as train/heads.py writes into RUN/best."
         )
-    config = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}); copy the checkpoint again.") from error
     if "head" not in config or "target" not in config:
         raise CheckpointError(f"{path} describes no head; found keys {', '.join(sorted(config))}.")
     if config.get("format", 0) > FORMAT:
@@ -129,6 +133,8 @@ def load_head(folder: str | Path, target: Target, *, check_fingerprint: bool = T
         raise CheckpointError(f"No {WEIGHTS} in {folder}: the checkpoint is incomplete; copy it again.")
     try:
         head.load_state_dict(load_file(path))
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged ({error}); copy the checkpoint again.") from error
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit its {CONFIG}: {error}") from error
     return head.to(target.device).attach(target).eval()

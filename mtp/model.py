@@ -126,6 +126,8 @@ def speculate(
         **model_kwargs: Any,
     ) -> Any:
         refuse_unsupported_settings(generation_config, model_kwargs)
+        if input_ids.shape[0] > 1 and padding_token(generation_config) is None and len(stopping_criteria) > 1:
+            raise ValueError("Rows that end at different lengths need a pad_token_id (there is no end token).")
         sampler = TargetSampler(logits_processor, generation_config.do_sample, input_ids.shape[0])
         draw = Draw(temperature=generation_config.temperature or 1.0) if drawn and generation_config.do_sample else None
         decoder = Decoder(
@@ -184,10 +186,16 @@ def real_tokens(padded: list[list[int]], mask: Tensor | None) -> list[list[int]]
 def pad_sequences(rows: list[Row], config: GenerationConfig, input_ids: Tensor) -> Tensor:
     """``[B, T]``: the rows, right-padded as Transformers pads rows that ended early."""
     longest = max(len(row.ids) for row in rows)
-    pad = config.pad_token_id
-    if pad is None and any(len(row.ids) < longest for row in rows):
-        raise ValueError("Rows of different length need a pad_token_id; set one in the call or the generation config.")
+    pad = padding_token(config)
     return torch.tensor([row.ids + [pad] * (longest - len(row.ids)) for row in rows], device=input_ids.device)
+
+
+def padding_token(config: GenerationConfig) -> int | None:
+    """What rows that end early are filled with: the pad token, or as in Transformers the first end token."""
+    if config.pad_token_id is not None:
+        return config.pad_token_id
+    ends = config.eos_token_id
+    return ends[0] if isinstance(ends, list | tuple) else ends
 
 
 def refuse_unsupported_settings(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:

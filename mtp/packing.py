@@ -8,16 +8,13 @@ beside the model and uses it only while it is active; the model itself stays as 
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-
-logger = logging.getLogger(__name__)
 
 # The number of rows the packed layout is chosen for.  Measured: a layout for 16 rows serves 1 to 1024 rows as well as
 # one made for each, while a layout for 1 row is slower everywhere else.
@@ -42,8 +39,8 @@ def can_pack(module: nn.Module) -> bool:
 class PackedLinears:
     """Packed copies of the weights of some linear layers.
 
-    The copies cost as much memory as the weights.  A weight that changes after packing is noticed (by its version
-    counter and address) and packed again.
+    The copies cost as much memory as the weights.  A weight that was replaced or changed in place is packed again; one
+    changed behind autograd's back (``weight.data += ...``, as merging an adapter does) is noticed by ``refresh``.
 
     Args:
         root: the model; every plain ``nn.Linear`` below it is packed at first use.
@@ -51,39 +48,64 @@ class PackedLinears:
 
     def __init__(self, root: nn.Module):
         linears = [module for module in root.modules() if can_pack(module)] if is_available() else []
-        self._forwards = [(module, _packed_forward(module)) for module in linears]
+        self._packed = [(module, _PackedLinear(module)) for module in linears]
 
     def __len__(self) -> int:
-        return len(self._forwards)
+        return len(self._packed)
+
+    def refresh(self) -> None:
+        """Compare a sample of every weight with the one that was packed; costs some microseconds a layer."""
+        for _, packed in self._packed:
+            packed.refresh()
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Use the packed weights inside the block.  Only for inference: no gradient flows through them."""
+        """Use the packed weights inside the block.  Only for inference: no gradient flows through them.
+
+        A layer whose ``forward`` somebody has replaced already (a hook of accelerate, a test, an outer block of this
+        kind) is left as it is.
+        """
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             yield
             return
-        for module, forward in self._forwards:
-            module.__dict__["forward"] = forward
+        ours = [(module, packed) for module, packed in self._packed if "forward" not in module.__dict__]
+        for module, packed in ours:
+            module.__dict__["forward"] = packed
         try:
             yield
         finally:
-            for module, _ in self._forwards:
+            for module, _ in ours:
                 module.__dict__.pop("forward", None)
 
 
-def _packed_forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    state: dict[str, object] = {"key": None, "packed": None}
-    # A weak reference: the closure hangs on the module while active, and must not keep it alive in a circle.
-    reference = weakref.ref(module)
+class _PackedLinear:
+    """Stands in for one layer's ``forward``."""
 
-    def forward(x: Tensor) -> Tensor:
-        linear = reference()
+    def __init__(self, module: nn.Module):
+        # Weak: this object hangs on the module while active, and must not keep it alive in a circle.
+        self._module = weakref.ref(module)
+        self._weight: Tensor | None = None
+        self._version = (0, -1)
+        self._sample: Tensor | None = None
+        self._packed: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        linear = self._module()
         assert linear is not None
         weight = cast(Tensor, linear.weight)
-        key = (weight.data_ptr(), None if weight.is_inference() else weight._version)
-        if state["key"] != key:
-            state["packed"] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
-            state["key"] = key
-        return torch.ops.mkldnn._linear_pointwise(x, state["packed"], linear.bias, "none", [], "")
+        version = (weight.data_ptr(), -1 if weight.is_inference() else weight._version)
+        if weight is not self._weight or version != self._version:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
+            self._weight, self._version, self._sample = weight, version, _sample(weight)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, linear.bias, "none", [], "")
 
-    return forward
+    def refresh(self) -> None:
+        if self._weight is None or self._sample is None:
+            return
+        if not torch.equal(_sample(self._weight), self._sample):
+            self._weight = None
+
+
+def _sample(weight: Tensor) -> Tensor:
+    flat = weight.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // 64)].clone()

@@ -13,10 +13,6 @@ from torch import Tensor
 from mtp.drafters.base import Draw
 from mtp.tree import TokenTree
 
-# Taken off a candidate's joint log-probability for each level, so that a parent beats its child even where the drafter
-# is certain of the child (a log-probability of exactly 0).
-DEPTH_PENALTY = 1e-4
-
 
 class BestFirstGrowth:
     """A tree that grows level by level where the drafter is most confident (EAGLE-2, arXiv 2406.16858).
@@ -59,7 +55,7 @@ class BestFirstGrowth:
             self._q.append(log_probs)
             self._q_nodes.append(self._open)
             self._draft_ids = draft_ids
-        scores = self._open_scores[..., None] + log_q - DEPTH_PENALTY
+        scores = self._open_scores[..., None] + log_q
         self._tokens.append(draft_ids[choice].flatten(1))
         self._log_q.append(log_q.flatten(1))
         self._scores.append(scores.flatten(1))
@@ -98,7 +94,8 @@ class BestFirstGrowth:
     def tree(self) -> TokenTree:
         """The most likely nodes of all candidates."""
         scores = torch.cat(self._scores, dim=1)
-        best = scores.topk(min(self.nodes - 1, scores.shape[1]), dim=1).indices
+        # Stable: where the drafter is certain of a child, it scores as its parent, which came first and stays first.
+        best = scores.sort(dim=1, descending=True, stable=True).indices[:, : self.nodes - 1]
         # In order of creation, parents come before children.
         return self._assemble(best.sort(dim=1).values)
 

@@ -37,6 +37,20 @@ LOGITS_ONLY = tuple(
 )
 
 
+# Processors that remember their earlier calls: asked about several branches, they would mix them up.
+STATEFUL = ("SynthIDTextWatermarkLogitsProcessor",)
+
+
+def refuse_stateful(processors: LogitsProcessorList) -> None:
+    """Raise for processors that expect to be called once a token, in order."""
+    for processor in processors:
+        if type(processor).__name__ in STATEFUL:
+            raise ValueError(
+                f"{type(processor).__name__} keeps a state from token to token and cannot be asked about the branches "
+                "of a tree; generate with the target alone."
+            )
+
+
 def looks_at_tokens(processors: LogitsProcessorList) -> list[str]:
     """Names of the processors whose result depends on the tokens before a position."""
     return [type(p).__name__ for p in processors if type(p) not in LOGITS_ONLY]
@@ -59,6 +73,7 @@ class TargetSampler:
         batch_size: int = 1,
         randomness: Randomness | None = None,
     ):
+        refuse_stateful(processors)
         self.processors = processors
         self.batch_size = batch_size
         self.do_sample = do_sample

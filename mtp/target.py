@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -19,6 +21,8 @@ from mtp.compat import cache_argument
 from mtp.packing import PackedLinears
 
 RECURRENT_LAYER_TYPES = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv", "hybrid", "linear")
+
+FINAL = -1  # key of the final hidden states among those captured in a pass
 
 
 class UnsupportedTargetError(ValueError):
@@ -56,7 +60,6 @@ class Target:
 
     model: PreTrainedModel
     layers: nn.ModuleList = field(init=False)
-    _captured: dict[int, Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.causal_lm = unwrap_adapter(self.model)
@@ -69,7 +72,8 @@ class Target:
         )
         self._packed = PackedLinears(self.causal_lm)
         self._cache_argument = cache_argument(type(self.causal_lm))
-        self.causal_lm.eval()
+        # A model has one attention implementation at a time: passes of several threads take turns.
+        self._lock = threading.RLock()
 
     @property
     def vocab_size(self) -> int:
@@ -116,7 +120,8 @@ class Target:
         Layer id k names the residual stream that *enters* layer k, Transformers' ``hidden_states[k]``: the raw output
         of layer k - 1.  These are the ids that vLLM and SGLang guess when a checkpoint does not say.
         """
-        return (min(2, self.num_layers - 1), self.num_layers // 2, max(self.num_layers - 3, 1))
+        low, middle, high = 2, self.num_layers // 2, self.num_layers - 3
+        return (min(low, self.num_layers), max(middle, 1), max(high, 1))
 
     def embed(self, ids: Tensor) -> Tensor:
         """``[...] -> [..., H]`` the target's own input embeddings, scaling included."""
@@ -138,6 +143,8 @@ class Target:
         return logits
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
+        """An empty cache for ``batch_size`` rows: the beginning of a generation."""
+        self._packed.refresh()
         return TreeCache(self.num_layers, batch_size, capacity, self.device)
 
     @torch.no_grad()
@@ -157,7 +164,7 @@ class Target:
         """
         cache.stage(ids.shape[1])
         keep = 0 if logits_at is None else logits_at
-        with self._ours(attention, taps):
+        with self._ours(attention, taps) as captured:
             output = self.causal_lm(
                 input_ids=ids,
                 position_ids=attention.positions,
@@ -165,11 +172,10 @@ class Target:
                 logits_to_keep=keep,
                 **{self._cache_argument: cache},
             )
-        captured, self._captured = self._captured, {}
         streams = [captured[layer].to(self.device) for layer in taps]
         return TargetOutput(
             logits=output.logits,
-            hidden=captured[self.num_layers],
+            hidden=captured[FINAL],
             taps=torch.cat(streams, dim=-1) if streams else None,
         )
 
@@ -181,52 +187,71 @@ class Target:
         """
         lengths = torch.zeros(ids.shape[0], dtype=torch.long, device=ids.device)
         attention = AttentionPass.over_chain(ids.shape[1], lengths, start=0)
-        with self._ours(attention, taps):
+        self._packed.refresh()
+        with self._ours(attention, taps) as captured:
             self.backbone(input_ids=ids, position_ids=attention.positions, use_cache=False)
-        captured, self._captured = self._captured, {}
         streams = [captured[layer].to(self.device) for layer in taps]
-        return captured[self.num_layers], torch.cat(streams, dim=-1) if streams else None
+        return captured[FINAL], torch.cat(streams, dim=-1) if streams else None
 
     @contextmanager
-    def _ours(self, attention: AttentionPass, taps: Sequence[int]) -> Iterator[None]:
-        """Everything that is different during one of our passes, and nothing after it."""
+    def _ours(self, attention: AttentionPass, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Everything that is different during one of our passes, and nothing after it.
+
+        Yields a dict that the pass fills: the stream that enters each tapped layer, and under ``FINAL`` the last.
+        """
+        captured: dict[int, Tensor] = {}
         with ExitStack() as stack:
+            stack.enter_context(self._lock)
             stack.enter_context(attention.active())
             stack.enter_context(self._packed.active())
             stack.enter_context(_attention_implementation(self._configs, ATTENTION_NAME))
+            stack.enter_context(_evaluation_mode(self.causal_lm))
             for layer in taps:
-                hook = self.layers[layer - 1].register_forward_hook(self._capture(layer))
-                stack.callback(hook.remove)
-            hook = self.backbone.register_forward_hook(self._capture(self.num_layers))
-            stack.callback(hook.remove)
-            yield
+                stack.callback(self._tap(layer, captured).remove)
 
-    def _capture(self, key: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._captured[key] = output if isinstance(output, Tensor) else output[0]
+            def keep_final(module: nn.Module, args: Any, output: Any) -> None:
+                captured[FINAL] = output if isinstance(output, Tensor) else output[0]
 
-        return hook
+            stack.callback(self.backbone.register_forward_hook(keep_final).remove)
+            yield captured
+
+    def _tap(self, layer: int, captured: dict[int, Tensor]) -> Any:
+        """Hook the residual stream that enters ``layer`` (at the number of layers: that leaves the last one)."""
+        if not 0 <= layer <= self.num_layers:
+            raise ValueError(f"Layer id {layer} cannot be tapped; this target has layers 0 to {self.num_layers}.")
+        if layer == self.num_layers:
+
+            def keep_output(module: nn.Module, args: Any, output: Any) -> None:
+                captured[layer] = output if isinstance(output, Tensor) else output[0]
+
+            return self.layers[-1].register_forward_hook(keep_output)
+
+        def keep_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            captured[layer] = args[0] if args else kwargs["hidden_states"]
+
+        return self.layers[layer].register_forward_pre_hook(keep_input, with_kwargs=True)
 
     def fingerprint(self) -> str:
         """Identify the target by its architecture and a sample of its weights.
 
-        ``architecture-norms-matrices``: three short hashes.  The samples are rounded to bfloat16, so that the same
-        checkpoint loaded in another precision has the same fingerprint; ``matrices`` is ``quantised`` where the
-        matrices are not floating point, and then does not count in a comparison.
+        ``architecture-embeddings-matrices``: three short hashes.  Of the weights the *signs* are taken:
+        unlike the values they are the same in whatever precision a checkpoint is loaded, while training turns some.
+        ``matrices`` is ``quantised`` where the matrices are not floating point, and then does not count.
         """
         fields = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
         shape = [getattr(self.config, name, None) for name in fields]
         vectors, matrices = hashlib.sha256(), hashlib.sha256()
         quantised = getattr(self.config, "quantization_config", None) is not None
+        embedding = self.causal_lm.get_input_embeddings().weight
         for name, weight in sorted(self.causal_lm.named_parameters()):
-            is_matrix = weight.dim() > 1 and weight is not self.causal_lm.get_input_embeddings().weight
             if not weight.is_floating_point() or weight.device.type == "meta":
                 continue
-            digest = matrices if is_matrix else vectors
+            digest = matrices if weight.dim() > 1 and weight is not embedding else vectors
             flat = weight.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // 64)][:64].float().bfloat16().float().cpu()
+            sample = flat[:: max(1, flat.numel() // 256)][:256].float().cpu()
             digest.update(name.replace(".base_layer", "").encode())
-            digest.update(sample.numpy().tobytes())
+            # What is next to nothing may be rounded to nothing: it counts as positive.
+            digest.update(np.packbits((sample < -1e-6).numpy()).tobytes())
         architecture = hashlib.sha256(repr(shape).encode()).hexdigest()[:8]
         last = "quantised" if quantised else matrices.hexdigest()[:12]
         return f"{architecture}-{vectors.hexdigest()[:12]}-{last}"
@@ -234,7 +259,7 @@ class Target:
 
 def fingerprint_mismatch(found: str, expected: str) -> str | None:
     """What differs between two fingerprints, in words; None when they belong to the same target."""
-    names = ("architecture", "norms and embeddings", "weight matrices")
+    names = ("architecture", "embeddings and biases", "weight matrices")
     for name, ours, theirs in zip(names, found.split("-"), expected.split("-"), strict=True):
         if ours != theirs and "quantised" not in (ours, theirs):
             return name
@@ -300,3 +325,18 @@ def _attention_implementation(configs: list[Any], name: str) -> Iterator[None]:
     finally:
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation_internal = implementation
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout inside the block; a model in training mode is afterwards as it was, module by module."""
+    if not model.training:
+        yield
+        return
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mtp.drafters import Draw
-from mtp.planner import DEPTH_PENALTY, BestFirstGrowth, drawn_widths, expected_accepted, static_tree
+from mtp.planner import BestFirstGrowth, drawn_widths, expected_accepted, static_tree
 from mtp.tree import TokenTree
 
 Path = tuple[int, ...]
@@ -36,7 +36,7 @@ class Table:
         return self.rows[path]
 
     def score(self, path: Path) -> float:
-        return sum(float(self(path[:at])[token]) - DEPTH_PENALTY for at, token in enumerate(path))
+        return sum(float(self(path[:at])[token]) for at, token in enumerate(path))
 
 
 def grow(

@@ -37,7 +37,7 @@ def prefill(target: Target, ids: torch.Tensor, **options: Any) -> TargetOutput:
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-@pytest.mark.parametrize("layer", range(LAYERS + 1))
+@pytest.mark.parametrize("layer", range(LAYERS))
 def test_tap_k_is_transformers_hidden_state_k(architecture: str, layer: int) -> None:
     target = target_of(architecture)
     ids = torch.tensor(random_prompts([11], 1))
@@ -46,6 +46,19 @@ def test_tap_k_is_transformers_hidden_state_k(architecture: str, layer: int) -> 
     output = prefill(target, ids, taps=[layer])
     torch.testing.assert_close(output.taps, expected[layer], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(output.hidden, expected[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_the_tap_behind_the_last_layer_is_taken_before_the_final_norm() -> None:
+    target = target_of("llama")
+    output = prefill(target, torch.tensor(random_prompts([11], 1)), taps=[LAYERS])
+    assert not torch.allclose(output.taps, output.hidden, atol=1e-2)
+    torch.testing.assert_close(target.backbone.norm(output.taps), output.hidden, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [-1, LAYERS + 1])
+def test_a_layer_that_does_not_exist_cannot_be_tapped(layer: int) -> None:
+    with pytest.raises(ValueError, match=f"Layer id {layer} cannot be tapped"):
+        prefill(target_of("llama"), torch.tensor(random_prompts([5], 1)), taps=[layer])
 
 
 def test_taps_come_side_by_side_in_the_order_asked_for() -> None:
@@ -146,8 +159,8 @@ def test_fingerprint_says_what_differs() -> None:
         second.layers[1].mlp.up_proj.weight.add_(0.5)
     assert fingerprint_mismatch(first.fingerprint(), second.fingerprint()) == "weight matrices"
     with torch.no_grad():
-        second.layers[1].input_layernorm.weight.add_(0.5)
-    assert fingerprint_mismatch(first.fingerprint(), second.fingerprint()) == "norms and embeddings"
+        second.causal_lm.get_input_embeddings().weight.add_(0.5)
+    assert fingerprint_mismatch(first.fingerprint(), second.fingerprint()) == "embeddings and biases"
     deeper = tiny_target("llama", layers=4)
     assert fingerprint_mismatch(first.fingerprint(), deeper.fingerprint()) == "architecture"
 
@@ -155,7 +168,7 @@ def test_fingerprint_says_what_differs() -> None:
 def test_quantised_matrices_do_not_count() -> None:
     assert fingerprint_mismatch("a-b-c", "a-b-quantised") is None
     assert fingerprint_mismatch("a-b-quantised", "a-b-c") is None
-    assert fingerprint_mismatch("a-x-quantised", "a-b-c") == "norms and embeddings"
+    assert fingerprint_mismatch("a-x-quantised", "a-b-c") == "embeddings and biases"
 
 
 def test_tied_and_untied_targets_can_be_fingerprinted() -> None:

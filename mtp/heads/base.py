@@ -163,6 +163,11 @@ class Head(nn.Module, Drafter):
                 f"Expected {self.draft_ids.numel()} different token ids as the draft vocabulary; found "
                 f"{draft_ids.numel()} ids, {draft_ids.unique().numel()} of them different."
             )
+        if draft_ids.min() < 0 or draft_ids.max() >= self.config.vocab_size:
+            raise ValueError(
+                f"The draft vocabulary holds ids from {int(draft_ids.min())} to {int(draft_ids.max())}; the target has "
+                f"tokens 0 to {self.config.vocab_size - 1}."
+            )
         self.draft_ids.copy_(draft_ids)
 
     def num_trainable_parameters(self) -> int:

@@ -282,6 +282,8 @@ class Eagle3Head(Head):
 
     def _grow_drawn(self, pending: Tensor, nodes: int, hidden: Tensor, logits: Tensor, draw: Draw) -> TokenTree:
         branching, expanded = drawn_widths(nodes, self.config.depth)
+        if not expanded:
+            return TokenTree.root_only(pending)
         growth = BestFirstGrowth(pending, nodes, width=branching)
         for depth, width in enumerate(expanded):
             if depth > 0:
