@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 trap 'echo; echo "Interrupted; the same command continues from here."; exit 130' INT
 
-prompts=${QUICKSTART_PROMPTS:-480}
+prompts=${QUICKSTART_PROMPTS:-400}
 new_tokens=${QUICKSTART_NEW_TOKENS:-128}
 runs=runs/quickstart
 started=$SECONDS
@@ -33,7 +33,7 @@ if [ ! -f "$runs/head/last/config.json" ]; then
 fi
 
 step 5/6 "Acceptance and speed on held-out questions"
-python serve/measure.py "$runs/head/best" --data "$runs/data" --held-out-fraction 0.1 --limit 16 \
+python serve/measure.py "$runs/head/best" --data "$runs/data" --held-out-fraction 0.1 --limit 10 \
   --max-new-tokens 64 --output "$runs/measured.json"
 
 step 6/6 "One answer, with and without drafting"

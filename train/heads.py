@@ -137,6 +137,7 @@ def build_trainer(config: RunConfig) -> Trainer:
 
 def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("accelerate").setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     arguments = sys.argv[1:] if arguments is None else arguments
