@@ -29,10 +29,11 @@ from mtp.target import Target
 from mtp.tree import TokenTree
 
 
-def random_tree(nodes: int, vocab_size: int) -> TokenTree:
+def random_tree(nodes: int, vocab_size: int, device: torch.device) -> TokenTree:
     """A tree of random shape: what it holds does not change what it costs."""
     parents = [-1] + [int(torch.randint(max(0, n - 6), n, ())) for n in range(1, nodes)]
-    return TokenTree.from_parents(torch.randint(0, vocab_size, (1, nodes)), torch.tensor([parents]))
+    tokens = torch.randint(0, vocab_size, (1, nodes), device=device)
+    return TokenTree.from_parents(tokens, torch.tensor([parents], device=device))
 
 
 def verify(target: Target, cache: TreeCache, tree: TokenTree, taps: tuple[int, ...]) -> None:
@@ -65,7 +66,7 @@ def variants(target: Target, head: Drafter | None, context: int, nodes: list[int
     timed: dict[str, Callable[[], None]] = {"transformers step": partial(transformers_step, target, plain, ids[:, :1])}
     for count in nodes:
         name = "plain step" if count == 1 else f"verify {count} nodes"
-        timed[name] = partial(verify, target, cache, random_tree(count, target.vocab_size), taps)
+        timed[name] = partial(verify, target, cache, random_tree(count, target.vocab_size, ids.device), taps)
     if head is not None:
         states = TargetStates(ids, output.hidden, output.taps, torch.tensor([context], device=ids.device))
         head.start(states, context + 4096)
@@ -75,6 +76,35 @@ def variants(target: Target, head: Drafter | None, context: int, nodes: list[int
         for count in nodes[1:]:
             timed[f"draft {count} nodes"] = partial(draft, head, tail, ids[:, 0], count)
     return timed
+
+
+def measure(timed: dict[str, Callable[[], None]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of every run of each variant, the variants taking turns; three runs of each are not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    for at in trange(rounds + 3, desc="measuring", unit="round"):
+        for name, run in timed.items():
+            synchronise(device)
+            start = time.perf_counter()
+            run()
+            synchronise(device)
+            if at >= 3:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it; a CPU already has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def table_of(seconds: dict[str, list[float]], title: str) -> Table:
+    base = statistics.median(seconds["transformers step"])
+    table = Table("pass", "median ms", "fastest", "of a transformers step", title=title)
+    for name, values in seconds.items():
+        median = statistics.median(values)
+        table.add_row(name, f"{median * 1e3:.1f}", f"{min(values) * 1e3:.1f}", f"{median / base:.2f}")
+    return table
 
 
 def main() -> None:
@@ -89,21 +119,8 @@ def main() -> None:
     target = Target(AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32))
     head = load_head(options.head, target) if options.head else None
     timed = variants(target, head, options.context, options.nodes)
-    seconds: dict[str, list[float]] = {name: [] for name in timed}
-    for _ in range(3):
-        for run in timed.values():
-            run()
-    for _ in trange(options.rounds, desc="measuring", unit="round"):
-        for name, run in timed.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-    base = statistics.median(seconds["transformers step"])
-    table = Table("pass", "median ms", "fastest", "of a transformers step", title=f"context {options.context}, batch 1")
-    for name, values in seconds.items():
-        median = statistics.median(values)
-        table.add_row(name, f"{median * 1e3:.1f}", f"{min(values) * 1e3:.1f}", f"{median / base:.2f}")
-    Console().print(table)
+    seconds = measure(timed, options.rounds, target.device)
+    Console().print(table_of(seconds, f"context {options.context}, batch 1"))
 
 
 if __name__ == "__main__":
