@@ -20,10 +20,11 @@ import mtp
 from mtp.heads import HEADS
 from tests.tiny import padded, random_prompts, tiny_model
 from train import heads as program
+from train.checkpoints import find_checkpoint, whole_checkpoints
 from train.config import ConfigError, load_config
-from train.data import DataError
+from train.data import DataError, draft_vocabulary
 from train.features import CachedFeatures, OnlineFeatures
-from train.loop import Trainer, draft_vocabulary, find_checkpoint, whole_checkpoints
+from train.loop import Trainer
 
 FAMILIES = sorted(HEADS)
 
@@ -211,7 +212,7 @@ def test_no_held_out_rows_is_refused(workshop: Path, tmp_path: Path) -> None:
 
 
 def test_a_draft_vocabulary_larger_than_the_targets_is_refused(workshop: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="draft_vocab_size is 25; the target's vocabulary has 24"):
+    with pytest.raises(DataError, match="draft_vocab_size is 25; the target's vocabulary has 24"):
         train(workshop, tmp_path / "run", "head.draft_vocab_size=25")
 
 

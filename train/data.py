@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 COLUMNS = ("prompt_ids", "response_ids", "category", "source", "finish_reason")
 
@@ -137,6 +139,26 @@ def _read_parquet(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if missing:
         raise DataError(f"{folder}: no column {', '.join(sorted(missing))}; found {', '.join(table.column_names)}.")
     yield from enumerate(table, start=1)
+
+
+def draft_vocabulary(rows: Sequence[Row], size: int | None, vocab_size: int, always: Sequence[int]) -> Tensor:
+    """Token ids ``[Vd]`` in rising order: the end tokens, and the most frequent tokens of the answers.
+
+    Raises:
+        DataError: if more tokens are asked for than the target has.
+    """
+    if size is None:
+        return torch.arange(vocab_size)
+    if size > vocab_size:
+        raise DataError(
+            f"head.draft_vocab_size is {size}; the target's vocabulary has {vocab_size} tokens. Expected at most as "
+            "many, or null for all of them."
+        )
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for row in rows:
+        counts += torch.bincount(torch.tensor(row.response_ids), minlength=vocab_size)
+    counts[list(always)] = counts.max() + 1
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
 def length_batches(lengths: Sequence[int], positions: int, generator: np.random.Generator | None) -> list[list[int]]:

@@ -20,9 +20,9 @@ from transformers.utils import logging as transformers_logging
 from mtp.heads import head_class
 from mtp.target import Target, UnsupportedTargetError, fingerprint_mismatch
 from train.config import ConfigError, RunConfig, load_config, to_dict
-from train.data import DataError, Row, load_rows, split_rows
+from train.data import DataError, Row, draft_vocabulary, load_rows, split_rows
 from train.features import CachedFeatures, FeatureSource, OnlineFeatures, resolve_dtype
-from train.loop import Trainer, draft_vocabulary, flatten, seed_everything
+from train.loop import Trainer, flatten, seed_everything
 from train.target import load_target, load_tokenizer
 
 logger = logging.getLogger("train.heads")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,42 +20,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtp.checkpoint import save_checkpoint
-from mtp.files import write_json
 from mtp.heads import Head, TrainingBatch
 from mtp.heads.medusa import MedusaHead
 from mtp.target import Target
-from train.config import ConfigError, RunConfig, to_dict
-from train.data import DataError, Row, length_batches
+from train.checkpoints import Progress, find_checkpoint, load_state, save_state
+from train.config import RunConfig, to_dict
+from train.data import DataError, length_batches
 from train.evaluate import decode_acceptance, held_out_metrics, teacher_probs
 from train.features import FeatureSource
 from train.losses import soft_cross_entropy
 
 logger = logging.getLogger(__name__)
-
-STATE = "trainer_state.json"
-# Settings that a resumed run must share with the one it continues: they decide which batch comes when.
-RESUME_KEYS = ("data", "head", "optim", "target")
-
-
-@dataclass
-class Progress:
-    """Where a run stands; what a checkpoint holds besides weights and optimiser.
-
-    Attributes:
-        step: optimiser steps taken.
-        epoch: passes over the data completed.
-        batch: batches of the current pass already used, per process.
-        best: highest mean accepted length so far.
-        seconds: time spent training, evaluations left out.
-        positions: trained positions seen.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    best: float = 0.0
-    seconds: float = 0.0
-    positions: int = 0
 
 
 @dataclass
@@ -262,44 +235,14 @@ class Trainer:
             )
 
     def _save_state(self) -> None:
-        """Write everything a resumed run needs, whole or not at all, and drop the oldest checkpoints."""
-        folder = self.output / "checkpoints" / f"step-{self.progress.step:07d}"
-        staged = folder.with_name(f".{folder.name}.partial")
-        if self.accelerator.is_main_process:
-            shutil.rmtree(staged, ignore_errors=True)
-            staged.mkdir(parents=True)
-        self.accelerator.wait_for_everyone()
-        try:
-            self.accelerator.save_state(str(staged), safe_serialization=True)
-            if self.accelerator.is_main_process:
-                recipe = to_dict(self.config)
-                write_json(staged / STATE, {"progress": self.progress.__dict__, "recipe": recipe})
-        except BaseException:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.replace(staged, folder)
-            for old in whole_checkpoints(self.output)[: -self.config.keep_checkpoints]:
-                shutil.rmtree(old)
+        """Write everything a resumed run needs, and drop the oldest checkpoints."""
+        save_state(self.accelerator, self.output, self.progress, self.config)
 
     def _resume(self) -> None:
         folder = find_checkpoint(self.output, self.config.resume)
-        if folder is None:
-            return
-        saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        ours = json.loads(json.dumps(to_dict(self.config)))
-        for key in RESUME_KEYS:
-            if (theirs := saved["recipe"][key]) != ours[key]:
-                changed = [name for name in ours[key] if theirs.get(name) != ours[key][name]]
-                raise ConfigError(
-                    f"{folder} was written with other settings ({', '.join(f'{key}.{name}' for name in changed)}); "
-                    "set them back to continue it, or pass resume=none or another output to start afresh."
-                )
-        self.accelerator.load_state(str(folder))
-        self.progress = Progress(**saved["progress"])
-        self._say(f"resuming from {folder}, step {self.progress.step} of {self.total_steps}")
+        if folder is not None:
+            self.progress = load_state(self.accelerator, folder, self.config)
+            self._say(f"resuming from {folder}, step {self.progress.step} of {self.total_steps}")
 
     # ---- set-up and reporting -------------------------------------------------------------------------------------
 
@@ -370,26 +313,6 @@ def training_batch(features: FeatureSource, indices: Sequence[int]) -> TrainingB
     return TrainingBatch(states, (position >= starts[:, None]) & states.valid)
 
 
-def draft_vocabulary(rows: Sequence[Row], size: int | None, vocab_size: int, always: Sequence[int]) -> Tensor:
-    """Token ids ``[Vd]`` in rising order: the end tokens, and the most frequent tokens of the answers.
-
-    Raises:
-        ConfigError: if more tokens are asked for than the target has.
-    """
-    if size is None:
-        return torch.arange(vocab_size)
-    if size > vocab_size:
-        raise ConfigError(
-            f"head.draft_vocab_size is {size}; the target's vocabulary has {vocab_size} tokens. Expected at most as "
-            "many, or null for all of them."
-        )
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for row in rows:
-        counts += torch.bincount(torch.tensor(row.response_ids), minlength=vocab_size)
-    counts[list(always)] = counts.max() + 1
-    return counts.argsort(descending=True, stable=True)[:size].sort().values
-
-
 def warmup_cosine(total: int, warmup: int, floor: float = 0.1) -> Callable[[int], float]:
     """Factor on the peak learning rate at a step: linear warm-up, then a cosine down to ``floor``."""
 
@@ -400,24 +323,6 @@ def warmup_cosine(total: int, warmup: int, floor: float = 0.1) -> Callable[[int]
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share))
 
     return factor
-
-
-def whole_checkpoints(output: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
-    return sorted(path for path in (output / "checkpoints").glob("step-*") if (path / STATE).is_file())
-
-
-def find_checkpoint(output: Path, resume: str) -> Path | None:
-    """The checkpoint that ``resume`` means: the newest (``auto``), nothing (``none``), or a folder by name."""
-    if resume == "none":
-        return None
-    if resume == "auto":
-        return next(reversed(whole_checkpoints(output)), None)
-    if not (Path(resume) / STATE).is_file():
-        raise ConfigError(
-            f"resume={resume}: no {STATE} there; expected auto, none, or a folder RUN/checkpoints/step-*."
-        )
-    return Path(resume)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -21,7 +21,7 @@ from mtp.cache import TreeCache
 from mtp.drafters.base import Draw, TargetStates
 from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
 from mtp.heads.layers import GatedMLP, Rotary, gather_positions, rope_parameters, unit_scale
-from mtp.heads.warmstart import RidgeRegression
+from mtp.heads.warmstart import RidgeRegression, carry_linear_map
 from mtp.packing import PackedLinears
 from mtp.planner import BestFirstGrowth, drawn_widths
 from mtp.target import Target
@@ -208,7 +208,7 @@ class Eagle3Head(Head):
         layer.input_layernorm.weight.fill_(1.0)
         layer.post_attention_layernorm.weight.fill_(1.0)
         identity = torch.eye(width, device=m.device)
-        _start_attention(layer, torch.cat([a, m - identity], dim=1))
+        carry_linear_map(layer, torch.cat([a, m - identity], dim=1))
         layer.mlp.down_proj.weight.zero_()
         self.norm.weight.fill_(1.0)
         self.lm_head.weight.copy_(self.target.output_matrix[self.draft_ids] * scale)
@@ -354,32 +354,3 @@ def _fit_inputs(head: Eagle3Head, batch: TrainingBatch) -> tuple[Tensor, Tensor]
     embedding = embedding * torch.rsqrt(embedding.pow(2).mean(-1, keepdim=True) + head.config.rms_norm_eps)
     inputs = torch.cat([embedding, states.hidden[rows, bases], states.taps[rows, bases]], dim=-1)
     return inputs, states.hidden[rows, bases + 1]
-
-
-def _start_attention(layer: Eagle3Layer, linear_map: Tensor) -> None:
-    """Make two thirds of the heads carry ``linear_map [H, 2H]`` of a position's own input; leave the rest free.
-
-    A carrying head has equal query and key projections of the embedding half: a position's score with itself is then
-    the largest, since other tokens' embeddings are nearly orthogonal and the rotation sets repeats of the same token
-    apart.  Its values and output are a slice of the map's singular vectors.  Free heads start with an output of zero.
-    """
-    heads, dim = layer.num_heads, layer.head_dim
-    width = linear_map.shape[0]
-    carrying = max(1, (2 * heads) // 3)
-    rank = min(carrying * dim, width)
-    left, singular, right = torch.linalg.svd(linear_map, full_matrices=False)
-    root = singular[:rank].sqrt()
-    layer.v_proj.weight.normal_(0, (2 * width) ** -0.5)
-    layer.o_proj.weight.zero_()
-    layer.v_proj.weight[:rank] = root[:, None] * right[:rank]
-    layer.o_proj.weight[:, :rank] = left[:, :rank] * root
-    for projection in (layer.q_proj, layer.k_proj):
-        projection.weight.normal_(0, (2 * width) ** -0.5)
-    sharpness = 16.0  # a position's score with itself, before the softmax
-    basis = torch.linalg.qr(torch.randn(width, min(width, carrying * dim), device=linear_map.device)).Q.T
-    for head in range(carrying):
-        part = basis[torch.arange(head * dim, (head + 1) * dim) % basis.shape[0]]
-        block = torch.zeros(dim, 2 * width, device=linear_map.device)
-        block[:, :width] = part * (sharpness * dim**-0.5) ** 0.5
-        for projection in (layer.q_proj, layer.k_proj):
-            projection.weight[head * dim : (head + 1) * dim] = block
