@@ -40,7 +40,8 @@ def load(
         target = load_target(folder, target, trust_remote_code=trust_remote_code, **target_kwargs)
     elif not isinstance(target, Target):
         target = Target(target)
-    return SpeculativeModel(target, load_head(folder, target), load_tokenizer(folder, target))
+    tokenizer = load_tokenizer(folder, target, trust_remote_code=trust_remote_code)
+    return SpeculativeModel(target, load_head(folder, target), tokenizer)
 
 
 def available_heads() -> list[str]:

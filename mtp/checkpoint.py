@@ -44,6 +44,8 @@ class TargetReference:
     def of(cls, target: Target) -> TargetReference:
         model = target.causal_lm
         name = getattr(model.config, "name_or_path", "") or getattr(model, "name_or_path", "")
+        if Path(name).is_dir():  # the checkpoint may be loaded from another working directory
+            name = str(Path(name).resolve())
         return cls(name, getattr(model.config, "_commit_hash", None), target.fingerprint())
 
 
@@ -85,7 +87,8 @@ def save_checkpoint(
         if tokenizer is not None:
             tokenizer.save_pretrained(staged)
         if head.target.model.generation_config is not None:
-            head.target.model.generation_config.save_pretrained(staged)
+            # As its owner has it: save_pretrained refuses what generate only warns about.
+            write_json(staged / "generation_config.json", head.target.model.generation_config.to_diff_dict())
         if bundle_target:
             head.target.causal_lm.save_pretrained(staged / "target")
         if also is not None:
@@ -126,8 +129,11 @@ def load_head(folder: str | Path, target: Target, *, check_fingerprint: bool = T
             f"has fingerprint {found}: its {difference} differ. Load the target that the checkpoint names."
         )
     sizes = dict(config["head"])
-    family = head_class(sizes.pop("family"))
-    head = family(family.config_class.from_dict(sizes))
+    try:
+        family = head_class(sizes.pop("family"))
+        head = family(family.config_class.from_dict(sizes))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / CONFIG} describes no head that this version knows: {error}") from error
     path = folder / WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"No {WEIGHTS} in {folder}: the checkpoint is incomplete; copy it again.")
@@ -171,12 +177,12 @@ def load_target(
     return Target(model)
 
 
-def load_tokenizer(folder: str | Path, target: Target) -> Any:
+def load_tokenizer(folder: str | Path, target: Target, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer kept in the checkpoint, or None when it holds none."""
     if not (Path(folder) / "tokenizer_config.json").exists():
         return None
     # The folder's config.json is ours; Transformers is to look into the target's for the model type.
-    return AutoTokenizer.from_pretrained(folder, config=target.causal_lm.config)
+    return AutoTokenizer.from_pretrained(folder, config=target.causal_lm.config, trust_remote_code=trust_remote_code)
 
 
 def model_card(head: Head, reference: TargetReference, acceptance: dict[str, Any], training: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -52,6 +53,9 @@ class SpeculativeModel:
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
+        self.lock = (
+            threading.RLock()
+        )  # a drafter keeps the state of one generation: those of several threads take turns
         if isinstance(drafter, Head):
             drafter.attach(target)
 
@@ -125,6 +129,11 @@ def speculate(
         synced_gpus: bool = False,
         **model_kwargs: Any,
     ) -> Any:
+        if lm is not model.target.causal_lm:
+            raise ValueError(
+                f"speculate(model) belongs to the {type(model.target.causal_lm).__name__} that model verifies with; "
+                f"it was called on another {type(lm).__name__}, whose text would not be that model's."
+            )
         refuse_unsupported_settings(generation_config, model_kwargs)
         if input_ids.shape[0] > 1 and padding_token(generation_config) is None and len(stopping_criteria) > 1:
             raise ValueError("Rows that end at different lengths need a pad_token_id (there is no end token).")
@@ -139,7 +148,8 @@ def speculate(
             on_token=_listener(streamer, on_token, input_ids.shape[0]),
         )
         padded = input_ids.tolist()
-        rows = decoder.run(real_tokens(padded, model_kwargs.get("attention_mask")), padded)
+        with model.lock:
+            rows = decoder.run(real_tokens(padded, model_kwargs.get("attention_mask")), padded)
         if streamer is not None:
             streamer.end()
         sequences = pad_sequences(rows, generation_config, input_ids)
@@ -178,6 +188,8 @@ def real_tokens(padded: list[list[int]], mask: Tensor | None) -> list[list[int]]
     if mask is None:
         return padded
     keep = mask.bool().tolist()
+    if not all(any(row) for row in keep):
+        raise ValueError("The attention mask hides all tokens of a row; every prompt needs at least one.")
     return [
         [token for token, real in zip(row, flags, strict=True) if real] for row, flags in zip(padded, keep, strict=True)
     ]

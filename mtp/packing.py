@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import cast
 
 import torch
@@ -26,12 +27,17 @@ def is_available() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
+@cache
+def _multiplies_bfloat16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def can_pack(module: nn.Module) -> bool:
     """Whether ``module`` is a plain float linear layer on the CPU (not a quantised or adapted one)."""
     return (
         type(module) is nn.Linear
         and module.weight.device.type == "cpu"
-        and module.weight.dtype in (torch.float32, torch.bfloat16)
+        and (module.weight.dtype == torch.float32 or (module.weight.dtype == torch.bfloat16 and _multiplies_bfloat16()))
         and module.weight.layout == torch.strided
     )
 
@@ -62,13 +68,13 @@ class PackedLinears:
     def active(self) -> Iterator[None]:
         """Use the packed weights inside the block.  Only for inference: no gradient flows through them.
 
-        A layer whose ``forward`` somebody has replaced already (a hook of accelerate, a test, an outer block of this
-        kind) is left as it is.
+        A layer that has moved to another device since, or whose ``forward`` somebody has replaced already (a hook of
+        accelerate, a test, an outer block of this kind), is left as it is.
         """
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             yield
             return
-        ours = [(module, packed) for module, packed in self._packed if "forward" not in module.__dict__]
+        ours = [(m, packed) for m, packed in self._packed if "forward" not in m.__dict__ and can_pack(m)]
         for module, packed in ours:
             module.__dict__["forward"] = packed
         try:

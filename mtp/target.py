@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +22,9 @@ from mtp.cache import TreeCache
 from mtp.compat import cache_argument
 from mtp.packing import PackedLinears
 
-RECURRENT_LAYER_TYPES = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv", "hybrid", "linear")
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Scalings whose angles depend on how long the text is: keys in the cache would not fit those that come later.
+LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
 
 FINAL = -1  # key of the final hidden states among those captured in a pass
 
@@ -129,11 +133,14 @@ class Target:
 
     def unembed(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """``[..., H]`` last hidden states (after the final norm) to logits ``[..., V]``, or over ``token_ids`` only."""
-        weight = self.output_matrix if token_ids is None else self.output_matrix[token_ids]
+        weight = self.output_matrix
+        if token_ids is not None:
+            token_ids = token_ids.to(weight.device)
+            weight = weight[token_ids]
         bias = getattr(self.causal_lm.get_output_embeddings(), "bias", None)
         if bias is not None and token_ids is not None:
             bias = bias[token_ids]
-        logits = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+        logits = torch.nn.functional.linear(hidden.to(weight), weight, bias)
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
             logits = cap * torch.tanh(logits / cap)
         if (scale := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
@@ -175,7 +182,7 @@ class Target:
         streams = [captured[layer].to(self.device) for layer in taps]
         return TargetOutput(
             logits=output.logits,
-            hidden=captured[FINAL],
+            hidden=captured[FINAL].to(self.device),
             taps=torch.cat(streams, dim=-1) if streams else None,
         )
 
@@ -191,7 +198,7 @@ class Target:
         with self._ours(attention, taps) as captured:
             self.backbone(input_ids=ids, position_ids=attention.positions, use_cache=False)
         streams = [captured[layer].to(self.device) for layer in taps]
-        return captured[FINAL], torch.cat(streams, dim=-1) if streams else None
+        return captured[FINAL].to(self.device), torch.cat(streams, dim=-1) if streams else None
 
     @contextmanager
     def _ours(self, attention: AttentionPass, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -299,12 +306,29 @@ def refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedTargetError(f"{name} is an encoder-decoder; mtp drafts for decoder-only causal models.")
-    recurrent = {kind for kind in getattr(config, "layer_types", None) or [] if kind in RECURRENT_LAYER_TYPES}
-    if recurrent or getattr(model, "_is_stateful", False):
-        what = f"layers of type {', '.join(sorted(recurrent))}" if recurrent else "a recurrent state"
+    unknown = sorted(set(getattr(config, "layer_types", None) or []) - SUPPORTED_LAYER_TYPES)
+    if getattr(model, "_is_stateful", False):
+        kinds = f" (layers of type {', '.join(unknown)})" if unknown else ""
         raise UnsupportedTargetError(
-            f"{name} has {what}: a state that runs from token to token cannot hold several branches of a tree at once "
-            "and cannot be rolled back after a rejected draft. Expected a target whose layers all use attention."
+            f"{name} has a recurrent state{kinds}: a state that runs from token to token cannot hold several branches "
+            "of a tree at once and cannot be rolled back after a rejected draft. Expected a target with attention only."
+        )
+    if unknown:
+        raise UnsupportedTargetError(
+            f"{name} has layers of type {', '.join(unknown)}; tree attention knows {', '.join(SUPPORTED_LAYER_TYPES)}. "
+            "Recurrent and linear layers cannot hold several branches of a tree at once; chunked ones are not built."
+        )
+    if getattr(config, "sliding_window", None) and not _hands_over_windows(model):
+        raise UnsupportedTargetError(
+            f"{name} has sliding windows (config.sliding_window={config.sliding_window}) but keeps them in its "
+            "attention mask instead of handing them to the attention function, where tree attention would see them."
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if scaled := sorted(rope_kinds & set(LENGTH_DEPENDENT_ROPE)):
+        raise UnsupportedTargetError(
+            f"{name} scales its rotary positions by {scaled[0]!r}, which turns all keys anew when a text grows past a "
+            "limit; cached keys of a draft would not fit. Not supported yet."
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedTargetError(
@@ -313,6 +337,15 @@ def refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
         )
     if getattr(config, "alibi", False):
         raise UnsupportedTargetError(f"{name} uses ALiBi position biases, which tree attention does not support yet.")
+
+
+def _hands_over_windows(model: PreTrainedModel) -> bool:
+    """Whether the architecture's attention layers pass ``sliding_window`` to their attention function."""
+    module = sys.modules.get(type(model).__module__)
+    try:
+        return module is not None and "sliding_window=" in inspect.getsource(module)
+    except (OSError, TypeError):
+        return False
 
 
 @contextmanager

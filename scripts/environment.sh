@@ -6,8 +6,7 @@
 #              constraints changed, left alone otherwise
 # EXTRAS       optional dependencies of pyproject.toml, separated by commas
 # CONSTRAINTS  file of versions
-# PYTHON       (variable) the interpreter to make it with; by default the newest of 3.13, 3.12 and 3.11 that is there,
-#              3.11 first
+# PYTHON       (variable) the interpreter to make it with; by default the first of 3.11, 3.12 and 3.13 that is there
 
 environment=$1 extras=$2 constraints=$3
 

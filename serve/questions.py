@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,11 +82,21 @@ def render(tokenizer: Any, messages: Sequence[Message], raw: bool = False) -> li
     return list(encoded["input_ids"])
 
 
+def recorded_fraction(folder: Path) -> float | None:
+    """The held-out fraction that train/distill.py noted in the folder."""
+    record = folder / "distill.json"
+    if not record.is_file():
+        return None
+    fraction: float | None = json.loads(record.read_text(encoding="utf-8")).get("held_out", {}).get("fraction")
+    return fraction
+
+
 def read_questions(path: str | Path, held_out_fraction: float | None = None) -> list[Question]:
     """Read a folder of distilled rows, or a JSONL file with any of the keys in ``KEYS`` in each line.
 
     Args:
-        held_out_fraction: of distilled rows, take only those that training with this fraction held out.
+        held_out_fraction: of distilled rows, take only those that training with this fraction held out; by default
+            the fraction in the folder's own record, so that nobody measures on training rows unawares.
 
     Raises:
         DataError: if there is nothing, or something else than that; with the number of the line.
@@ -93,6 +104,8 @@ def read_questions(path: str | Path, held_out_fraction: float | None = None) -> 
     path = Path(path)
     if path.is_dir():
         rows = load_rows(path)
+        if held_out_fraction is None:
+            held_out_fraction = recorded_fraction(path)
         questions = [
             Question(f"row {number}", UNNAMED if row.category == "all" else row.category, prompt_ids=row.prompt_ids)
             for number, row in enumerate(rows, start=1)

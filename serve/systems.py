@@ -27,7 +27,7 @@ class Decoding:
     Attributes:
         max_new_tokens: of each answer.
         temperature: 0 decodes greedily; otherwise the whole distribution is sampled, whatever top-k or top-p the
-            target's generation config asks for.
+            target's generation config asks for.  Penalties that it asks for stay in force, for all systems.
         seed: of the draws.
         nodes: of a draft tree; None is the drafter's own choice.
         drawn: draw the drafter's children at random.

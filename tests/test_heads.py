@@ -8,7 +8,7 @@ import torch
 from mtp.attention import AttentionPass
 from mtp.drafters import TargetStates
 from mtp.heads import HEADS, Head, TrainingBatch
-from mtp.model import SpeculativeModel
+from mtp.model import SpeculativeModel, speculate
 from mtp.target import Target
 from tests.tiny import VOCAB, padded, random_prompts, tiny_head, tiny_model, tiny_target
 from train.data import Row
@@ -179,3 +179,16 @@ def test_a_head_refuses_a_target_of_another_size() -> None:
 def test_a_prefill_pass_sees_no_later_token() -> None:
     mask = AttentionPass.over_chain(4, torch.tensor([0, 0]), 0).mask(None, torch.device("cpu"))
     assert torch.equal(mask[1], torch.ones(4, 4, dtype=torch.bool).tril())
+
+
+def test_a_scaling_made_for_part_of_a_head_is_not_taken_over_but_the_base_is() -> None:
+    target = tiny_target()
+    target.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    head = tiny_head("eagle3", target)
+    assert head.config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+
+
+def test_the_loop_is_refused_on_another_model_than_its_own(target: Target) -> None:
+    model = SpeculativeModel(target, tiny_head("medusa", target))
+    with pytest.raises(ValueError, match="called on another"):
+        tiny_model(seed=3).generate(**padded([[3, 4]]), max_new_tokens=3, custom_generate=speculate(model))

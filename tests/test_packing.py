@@ -155,3 +155,11 @@ def test_packed_copies_do_not_keep_the_model_alive() -> None:
     del net, packed
     gc.collect()
     assert reference() is None
+
+
+def test_layers_that_moved_to_another_device_are_left_alone() -> None:
+    net = model()
+    packed = PackedLinears(net)
+    net.to("meta")
+    with torch.no_grad(), packed.active():
+        assert not any("forward" in module.__dict__ for module in net.modules())

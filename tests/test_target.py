@@ -14,8 +14,12 @@ from transformers import (
     FalconForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MambaConfig,
     MambaForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     T5Config,
@@ -24,6 +28,8 @@ from transformers import (
 
 from mtp.attention import AttentionPass
 from mtp.target import Target, TargetOutput, UnsupportedTargetError, fingerprint_mismatch
+
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 target_of = cache(tiny_target)
 
@@ -178,6 +184,40 @@ def test_tied_and_untied_targets_can_be_fingerprinted() -> None:
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_targets_that_keep_their_windows_in_the_mask_are_refused() -> None:
+    """Their attention function never hears of the window: tree attention would look past it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 24, **EXPERTS}
+    config = PhimoeConfig(num_attention_heads=4, num_key_value_heads=2, sliding_window=8, **sizes)
+    with pytest.raises(UnsupportedTargetError, match=r"sliding windows.*attention mask"):
+        Target(PhimoeForCausalLM(config))
+
+
+def test_chunked_attention_is_refused() -> None:
+    config = Llama4TextConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        intermediate_size_mlp=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=24,
+        num_local_experts=2,
+        attention_chunk_size=16,
+        pad_token_id=0,
+    )
+    with pytest.raises(UnsupportedTargetError, match="chunked_attention"):
+        Target(Llama4ForCausalLM(config))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_scalings_that_depend_on_the_length_are_refused(kind: str) -> None:
+    model = tiny_model("llama")
+    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 2.0}
+    with pytest.raises(UnsupportedTargetError, match=kind):
+        Target(model)
 
 
 def test_a_recurrent_target_is_refused_with_a_reason() -> None:

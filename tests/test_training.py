@@ -206,6 +206,21 @@ def test_a_changed_recipe_is_not_resumed_in_silence(workshop: Path, tmp_path: Pa
         train(workshop, tmp_path / "run", "optim.epochs=2")
 
 
+def test_a_run_begun_afresh_in_a_used_folder_keeps_its_own_checkpoints(workshop: Path, tmp_path: Path) -> None:
+    train(workshop, tmp_path / "run", "optim.epochs=2")
+    trainer, _ = train(workshop, tmp_path / "run", "optim.epochs=1", "resume=none", "checkpoint_every=3")
+    newest = find_checkpoint(tmp_path / "run", "auto")
+    assert newest is not None
+    assert newest.name == f"step-{trainer.total_steps:07d}"
+
+
+def test_a_generation_config_that_only_warns_does_not_stop_a_checkpoint(workshop: Path, tmp_path: Path) -> None:
+    trainer = program.build_trainer(load_config(recipe(workshop, tmp_path / "run", "optim.epochs=1")))
+    trainer.target.model.generation_config.temperature = 0.6  # without do_sample=True
+    trainer.run()
+    assert json.loads((tmp_path / "run" / "best" / "generation_config.json").read_text())["temperature"] == 0.6
+
+
 def test_no_held_out_rows_is_refused(workshop: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No held-out rows"):
         train(workshop, tmp_path / "run", "data.held_out_fraction=0.0")

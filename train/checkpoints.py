@@ -62,7 +62,8 @@ def save_state(accelerator: Accelerator, output: Path, progress: Progress, confi
     if accelerator.is_main_process:
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(staged, folder)
-        for old in whole_checkpoints(output)[: -config.keep_checkpoints]:
+        # By age and not by step: a run that began afresh in a used folder has the newest checkpoints, not the highest.
+        for old in whole_checkpoints(output)[: -max(config.keep_checkpoints, 1)]:
             shutil.rmtree(old)
 
 
@@ -87,7 +88,8 @@ def load_state(accelerator: Accelerator, folder: Path, config: RunConfig) -> Pro
 
 def whole_checkpoints(output: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    return sorted(path for path in (output / "checkpoints").glob("step-*") if (path / STATE).is_file())
+    found = [path for path in (output / "checkpoints").glob("step-*") if (path / STATE).is_file()]
+    return sorted(found, key=lambda path: ((path / STATE).stat().st_mtime_ns, path.name))
 
 
 def find_checkpoint(output: Path, resume: str) -> Path | None:

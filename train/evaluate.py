@@ -77,6 +77,8 @@ def decode_acceptance(
 ) -> dict[str, Any]:
     """Mean accepted length, greedy, of the real decoder on the prompts of ``rows``, by category and over all."""
     model = SpeculativeModel(target, head)
+    if target.max_positions is not None:
+        rows = [row for row in rows if len(row.prompt_ids) + max_new_tokens <= target.max_positions]
     total = AcceptanceStats()
     categories: dict[str, AcceptanceStats] = {}
     # Rows of one category share a batch, so that the counters of a batch belong to one category.
@@ -91,6 +93,8 @@ def decode_acceptance(
                     tokens,
                     attention_mask=mask,
                     do_sample=False,
+                    repetition_penalty=1.0,  # answers are distilled without the target's own penalties
+                    no_repeat_ngram_size=0,
                     max_new_tokens=max_new_tokens,
                     nodes=nodes,
                     pad_token_id=0,

@@ -81,7 +81,7 @@ class Trainer:
                 bar.set_postfix(loss=f"{metrics['loss']:.3f}", acc=f"{metrics['accuracy'][0]:.3f}")
                 if self.progress.step % self.config.log_every == 0:
                     self._log({"event": "step", **metrics})
-                if self._stop_requested:
+                if self._stop_is_agreed():
                     self._save_state()
                     self._say(
                         f"Interrupted: checkpoint at step {self.progress.step} written; the same command resumes."
@@ -91,8 +91,8 @@ class Trainer:
                     self._evaluate()
                 if self.progress.step % self.config.checkpoint_every == 0:
                     self._save_state()
+        self._save_state()  # before the evaluation: whatever happens there, no step is lost
         result = self._evaluate()
-        self._save_state()
         self._export("last", result)
         return result
 
@@ -265,6 +265,13 @@ class Trainer:
             unit="step",
             disable=not self.accelerator.is_main_process,
         )
+
+    def _stop_is_agreed(self) -> bool:
+        """Whether any process was asked to stop: all of them have to, at the same step."""
+        if self.accelerator.num_processes == 1:
+            return self._stop_requested
+        asked = torch.tensor(float(self._stop_requested), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(asked, "sum") > 0)
 
     def _interruptible(self) -> _Interrupts:
         def request() -> None:

@@ -24,7 +24,11 @@ def rope_parameters(target: Target) -> dict[str, Any]:
         parameters = parameters["full_attention"]
     if not parameters:
         return {"rope_type": "default", "rope_theta": 10_000.0}
-    return {"rope_type": "default", **parameters}
+    # The draft layer rotates whole heads, at the target's base; a scaling made for part of a head has no place in it.
+    kept = {"rope_type": "default", **parameters}
+    if kept.pop("partial_rotary_factor", 1.0) != 1.0:
+        return {"rope_type": "default", "rope_theta": kept.get("rope_theta", 10_000.0)}
+    return kept
 
 
 class Rotary(nn.Module):
