@@ -148,6 +148,15 @@ class TreeCache(Cache):
         """Forget all staged nodes."""
         self.end = self.start
 
+    def crop(self, length: int) -> None:
+        """Forget everything behind the first ``length`` tokens of every row; no row may be shorter."""
+        self.lengths = torch.full_like(self.lengths, length)
+        self.start = self.end = length
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for ``capacity`` slots at the next pass, so that buffers grow once."""
+        self.capacity = max(self.capacity, capacity)
+
     def select_rows(self, rows: Tensor, longest: int) -> None:
         """Keep only ``rows``; nothing may be staged.  ``longest`` is the largest committed length among them."""
         for layer in self.tree_layers:

@@ -13,7 +13,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from mtp.attention import AttentionPass
 from mtp.cache import TreeCache
 from mtp.drafters.base import Drafter, Draw, TargetStates
-from mtp.sampling import TargetSampler
+from mtp.past import Past
+from mtp.sampling import NodeScores, TargetSampler
 from mtp.stats import AcceptanceStats
 from mtp.target import Target
 from mtp.tree import TokenTree
@@ -28,11 +29,15 @@ class Row:
         index: its place in the caller's batch.
         ids: the caller's (padded) prompt and everything committed or chosen since; the last one is pending.
         kept: for every token generated, whether it was guessed by the drafter.
+        scores: for every token generated, the processed scores ``[V]`` that it was chosen from, where they are wanted.
+        logits: and the target's own logits ``[V]``.
     """
 
     index: int
     ids: list[int]
     kept: list[bool] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -42,17 +47,25 @@ class DecodeSettings:
     Attributes:
         nodes: most nodes of a tree, the root included.
         draw: draw the drafter's children at random instead of taking its likeliest ones.
+        keep_scores: keep the processed scores of every token.
+        keep_logits: keep the target's own logits of every token.
     """
 
     nodes: int
     draw: Draw | None = None
+    keep_scores: bool = False
+    keep_logits: bool = False
 
 
 class StopRule:
-    """When a row ends: the prepared criteria, asked after every single token, so that no block overshoots."""
+    """When a row ends: the prepared criteria, asked after every single token, so that no block overshoots.
 
-    def __init__(self, criteria: StoppingCriteriaList, device: torch.device):
+    A criterion of the caller's own may tell rows apart by their place: it is shown a batch of the original size.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, device: torch.device, batch_size: int = 1):
         self.device = device
+        self.batch_size = batch_size
         self.eos: set[int] = set()
         self.max_length: int | None = None
         self.others = []
@@ -64,14 +77,16 @@ class StopRule:
             else:
                 self.others.append(criterion)
 
-    def ends(self, ids: list[int]) -> bool:
+    def ends(self, row: Row) -> bool:
         """Whether the sequence is complete with its last token."""
+        ids = row.ids
         if ids[-1] in self.eos or (self.max_length is not None and len(ids) >= self.max_length):
             return True
         if not self.others:
             return False
-        tensor = torch.tensor([ids], device=self.device)
-        return any(bool(torch.as_tensor(criterion(tensor, None)).any()) for criterion in self.others)
+        tensor = torch.tensor([ids], device=self.device).expand(self.batch_size, -1)
+        answers = [torch.as_tensor(criterion(tensor, None)) for criterion in self.others]
+        return any(bool(answer.flatten()[row.index if answer.numel() > 1 else 0]) for answer in answers)
 
 
 class Decoder:
@@ -104,32 +119,36 @@ class Decoder:
         self.on_token = on_token
         self.stats = AcceptanceStats()
         self._lengths: list[int] = []
-        if sampler.token_processors:
-            names = ", ".join(sampler.token_processors)
+        if sampler.processors.token_processors:
+            names = ", ".join(sampler.processors.token_processors)
             self.stats.notes.append(f"{names} depend on the tokens before a node: distributions computed node by node")
 
     @torch.no_grad()
-    def run(self, prompts: list[list[int]], padded: list[list[int]]) -> list[Row]:
+    def run(self, prompts: list[list[int]], padded: list[list[int]], past: Past | None = None) -> list[Row]:
         """Generate behind ``prompts`` (real tokens only).
 
         Args:
             padded: the prompts as the caller gave them, which is what Transformers' logits processors see.
+            past: of a single row: what of it need not be read again.  Holds what can be continued from here afterwards.
 
         Returns:
             All rows, in the caller's order.
         """
         with self.stats.timed("prefill"):
-            rows, cache, pending = self._prefill(prompts, padded)
-        finished = [row for row in rows if self.stop.ends(row.ids)]
+            rows, cache, pending = self._prefill(prompts, padded, past)
+        finished = [row for row in rows if self.stop.ends(row)]
         active = [row for row in rows if row not in finished]
         pending = self._drop_finished(rows, active, cache, pending)
         while active:
             before = active
             pending = self._round(active, cache, pending)
-            active = [row for row in active if not self.stop.ends(row.ids)]
+            active = [row for row in active if not self.stop.ends(row)]
             finished += [row for row in before if row not in active]
             with self.stats.timed("other"):
                 pending = self._drop_finished(before, active, cache, pending)
+        if past is not None:
+            text = prompts[0] + rows[0].ids[len(padded[0]) :]
+            past.keep(cache, text[: self._lengths[0]], self.drafter)
         return sorted(finished, key=lambda row: row.index)
 
     def _round(self, rows: list[Row], cache: TreeCache, pending: Tensor) -> Tensor:
@@ -140,11 +159,12 @@ class Decoder:
         with self.stats.timed("verify"):
             attention = AttentionPass.over_tree(tree, cache.lengths, cache.start)
             output = self.target.forward(tree.tokens, cache, attention, self.drafter.taps)
-            verdict = self.sampler.verify(
+            scores = self.sampler.at_nodes(
                 tree, output.logits, [row.ids[:-1] for row in rows], [row.index for row in rows]
             )
+            verdict = self.sampler.verify(scores)
         with self.stats.timed("other"):
-            counts = self._commit_tokens(rows, tree, verdict)
+            counts = self._commit_tokens(rows, scores, verdict)
         with self.stats.timed("commit"):
             longest = max(at + count for at, count in zip(self._lengths, counts, strict=True))
             self._lengths = [at + count for at, count in zip(self._lengths, counts, strict=True)]
@@ -155,8 +175,9 @@ class Decoder:
             self.drafter.observe(_states_along(path, kept, tree, output.hidden, output.taps))
         return verdict.next_token
 
-    def _commit_tokens(self, rows: list[Row], tree: TokenTree, verdict: Verdict) -> list[int]:
+    def _commit_tokens(self, rows: list[Row], scores: NodeScores, verdict: Verdict) -> list[int]:
         """Append each row's accepted tokens up to its end; returns how many path nodes belong into the cache."""
+        tree = scores.tree
         tokens = tree.tokens.gather(1, verdict.path).tolist()
         next_tokens, counts = verdict.next_token.tolist(), verdict.counts.tolist()
         drafted = (tree.valid.sum(1) - 1).tolist()
@@ -165,45 +186,66 @@ class Decoder:
             block = [*tokens[at][1 : counts[at]], next_tokens[at]]
             used = 0
             for token in block:
-                row.ids.append(token)
-                row.kept.append(used < counts[at] - 1)
+                if self.settings.keep_scores:
+                    row.scores.append(scores(at, int(verdict.path[at, used])).clone())
+                if self.settings.keep_logits:
+                    row.logits.append(scores.logits[at, verdict.path[at, used]].float())
+                self._append(row, token, kept=used < counts[at] - 1)
                 used += 1
-                if self.on_token is not None:
-                    self.on_token(row.index, token, row.kept[-1])
-                if used < len(block) and self.stop.ends(row.ids):
+                if used < len(block) and self.stop.ends(row):
                     break
             committed.append(min(used, counts[at]))
             self.stats.record(kept=min(counts[at] - 1, used), committed=used, drafted=drafted[at])
         return committed
 
-    def _prefill(self, prompts: list[list[int]], padded: list[list[int]]) -> tuple[list[Row], TreeCache, Tensor]:
+    def _prefill(
+        self, prompts: list[list[int]], padded: list[list[int]], past: Past | None
+    ) -> tuple[list[Row], TreeCache, Tensor]:
         """Read the prompts, choose each row's first token and start the drafter."""
         device = self.target.device
-        lengths = [len(prompt) for prompt in prompts]
-        longest = max(lengths)
+        self._lengths = [len(prompt) for prompt in prompts]
+        longest = max(self._lengths)
         self._refuse_long(longest)
-        ids = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
         budget = max((self.stop.max_length or longest) - min(len(row) for row in padded), 0)
         capacity = longest + min(budget, 4096) + 2 * self.settings.nodes
-        cache = self.target.new_cache(len(prompts), capacity)
-        attention = AttentionPass.over_chain(longest, cache.lengths, cache.start)
-        counts = torch.tensor(lengths, device=device)
+        cache = past.rewind(prompts[0], self.drafter) if past is not None else None
+        cache = cache or self.target.new_cache(len(prompts), capacity)
+        cache.reserve(capacity)
+        known = cache.start  # tokens of a continued text that need not be read again
+        unread = [prompt[known:] for prompt in prompts]
+        ids = torch.tensor([tokens + [0] * (longest - known - len(tokens)) for tokens in unread], device=device)
+        counts = torch.tensor([len(tokens) for tokens in unread], device=device)
+        attention = AttentionPass.over_chain(ids.shape[1], cache.lengths, cache.start)
         last, inverse = (counts - 1).unique(return_inverse=True)
         output = self.target.forward(ids, cache, attention, self.drafter.taps, logits_at=last)
-        everything = torch.arange(longest, device=device).expand(len(prompts), -1)
-        cache.commit(everything, counts, longest)
-        self._lengths = lengths
+        cache.commit(torch.arange(ids.shape[1], device=device).expand_as(ids), counts, longest)
         logits = output.logits[torch.arange(len(prompts), device=device), inverse]
-        rows = [Row(index, list(row)) for index, row in enumerate(padded)]
-        scores = self.sampler.process(torch.tensor([row.ids for row in rows], device=device), logits)
+        states = TargetStates(ids, output.hidden, output.taps, counts)
+        if known:
+            self.drafter.observe(states)
+        else:
+            self.drafter.start(states, capacity)
+        rows, pending = self._first_tokens(padded, logits)
+        return rows, cache, pending
+
+    def _first_tokens(self, padded: list[list[int]], logits: Tensor) -> tuple[list[Row], Tensor]:
+        """The rows with the token that follows each prompt, chosen from ``logits [B, V]``; and these tokens ``[B]``."""
+        rows = [Row(index, list(ids)) for index, ids in enumerate(padded)]
+        scores = self.sampler.processors.all_rows(torch.tensor(padded, device=logits.device), logits)
         pending = self.sampler.choose(scores)
         for row, token in zip(rows, pending.tolist(), strict=True):
-            row.ids.append(token)
-            row.kept.append(False)
-            if self.on_token is not None:
-                self.on_token(row.index, token, False)
-        self.drafter.start(TargetStates(ids, output.hidden, output.taps, counts), capacity)
-        return rows, cache, pending
+            if self.settings.keep_scores:
+                row.scores.append(scores[row.index])
+            if self.settings.keep_logits:
+                row.logits.append(logits[row.index].float())
+            self._append(row, token, kept=False)
+        return rows, pending
+
+    def _append(self, row: Row, token: int, kept: bool) -> None:
+        row.ids.append(token)
+        row.kept.append(kept)
+        if self.on_token is not None:
+            self.on_token(row.index, token, kept)
 
     def _drop_finished(self, rows: list[Row], active: list[Row], cache: TreeCache, pending: Tensor) -> Tensor:
         """Take ended rows out of the batch, so that no pass is spent on them."""

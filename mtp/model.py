@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +19,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from mtp.decode import Decoder, DecodeSettings, Row, StopRule
 from mtp.drafters import Drafter, Draw, drafter_by_name
 from mtp.heads import Head
+from mtp.past import Past
+from mtp.refusals import refuse_foreign_past, refuse_unsupported_arguments, refuse_unsupported_settings
 from mtp.sampling import TargetSampler
 from mtp.stats import AcceptanceStats
 from mtp.target import Target
+from mtp.verify import Randomness
 
 DEFAULT_NODES = 16
 TokenListener = Callable[[int, int, bool], None]
@@ -32,6 +36,10 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
     Attributes:
         sequences: ``[B, T]`` prompts and answers, as Transformers returns them.
+        scores: with ``output_scores=True``, for each new token the processed scores ``[B, V]`` it was chosen from;
+            zeros in rows that had ended.
+        logits: with ``output_logits=True``, the target's own logits likewise.
+        past_key_values: of a single row, a ``Past`` with which a longer text can be continued; None for a batch.
         acceptance: counters of the run.
         kept: for each row, whether each generated token had been guessed by the drafter.
     """
@@ -83,6 +91,8 @@ class SpeculativeModel:
                 likeliest tokens.  Both are exact.
             on_token: called with ``(row, token, kept)`` as soon as a token is committed, for every token in order;
                 ``kept`` says whether the drafter had guessed it.  Unlike a streamer it takes batches too.
+            generator: source of all random draws; torch's default one (``torch.manual_seed``) when left out.
+            past_key_values: a ``Past`` that an earlier call gave: what this prompt shares with it is not read again.
 
         Returns:
             ``[B, T]`` token ids, or a ``SpeculativeOutput`` with ``return_dict_in_generate=True``.
@@ -90,7 +100,9 @@ class SpeculativeModel:
         Raises:
             ValueError: for what cannot be drafted for (beam search, scores of every step ...), saying why.
         """
-        own = {name: kwargs.pop(name) for name in ("nodes", "drafter", "drawn", "on_token") if name in kwargs}
+        refuse_unsupported_arguments(kwargs)
+        names = ("nodes", "drafter", "drawn", "on_token", "generator", "past_key_values")
+        own = {name: kwargs.pop(name) for name in names if name in kwargs}
         decode = speculate(self, **own, streamer=kwargs.get("streamer"))
         return self.target.causal_lm.generate(*args, custom_generate=decode, **with_stop_strings(kwargs))
 
@@ -102,6 +114,8 @@ def speculate(
     drafter: str | Drafter | None = None,
     drawn: bool = False,
     on_token: TokenListener | None = None,
+    generator: torch.Generator | None = None,
+    past_key_values: Past | None = None,
     streamer: BaseStreamer | None = None,
 ) -> Callable[..., Any]:
     """The round loop as a decoding method for Transformers: ``lm.generate(..., custom_generate=speculate(model))``.
@@ -119,6 +133,8 @@ def speculate(
         nodes = model.default_nodes
     if nodes < 1:
         raise ValueError(f"A draft tree has at least its root; found nodes={nodes}, expected 1 or more.")
+    past = past_key_values
+    refuse_foreign_past(past, model.target)
 
     def decode(
         lm: PreTrainedModel,
@@ -137,26 +153,46 @@ def speculate(
         refuse_unsupported_settings(generation_config, model_kwargs)
         if input_ids.shape[0] > 1 and padding_token(generation_config) is None and len(stopping_criteria) > 1:
             raise ValueError("Rows that end at different lengths need a pad_token_id (there is no end token).")
-        sampler = TargetSampler(logits_processor, generation_config.do_sample, input_ids.shape[0])
-        draw = Draw(temperature=generation_config.temperature or 1.0) if drawn and generation_config.do_sample else None
+        batch_size = input_ids.shape[0]
+        wants_dict = bool(generation_config.return_dict_in_generate)
+        sampler = TargetSampler(
+            logits_processor, generation_config.do_sample, batch_size, randomness=Randomness(generator)
+        )
+        draw = None
+        if drawn and generation_config.do_sample:
+            draw = Draw(generation_config.temperature or 1.0, generator)
+        settings = DecodeSettings(
+            nodes,
+            draw,
+            keep_scores=wants_dict and bool(generation_config.output_scores),
+            keep_logits=wants_dict and bool(generation_config.output_logits),
+        )
         decoder = Decoder(
             model.target,
             drafter,
             sampler,
-            StopRule(stopping_criteria, input_ids.device),
-            DecodeSettings(nodes, draw),
-            on_token=_listener(streamer, on_token, input_ids.shape[0]),
+            StopRule(stopping_criteria, input_ids.device, batch_size),
+            settings,
+            on_token=_listener(streamer, on_token, batch_size),
         )
+        if past is not None and batch_size > 1:
+            raise ValueError(f"past_key_values continues a single text; found a batch of {batch_size}.")
+        kept_past = past if past is not None else Past(model.target) if wants_dict and batch_size == 1 else None
         padded = input_ids.tolist()
         with model.lock:
-            rows = decoder.run(real_tokens(padded, model_kwargs.get("attention_mask")), padded)
+            rows = decoder.run(real_tokens(padded, model_kwargs.get("attention_mask")), padded, kept_past)
         if streamer is not None:
             streamer.end()
         sequences = pad_sequences(rows, generation_config, input_ids)
-        if not generation_config.return_dict_in_generate:
+        if not wants_dict:
             return sequences
         return SpeculativeOutput(
-            sequences=cast(torch.LongTensor, sequences), acceptance=decoder.stats, kept=[row.kept for row in rows]
+            sequences=cast(torch.LongTensor, sequences),
+            scores=_by_step([row.scores for row in rows]) if settings.keep_scores else None,
+            logits=_by_step([row.logits for row in rows]) if settings.keep_logits else None,
+            past_key_values=kept_past,
+            acceptance=decoder.stats,
+            kept=[row.kept for row in rows],
         )
 
     return decode
@@ -210,27 +246,10 @@ def padding_token(config: GenerationConfig) -> int | None:
     return ends[0] if isinstance(ends, list | tuple) else ends
 
 
-def refuse_unsupported_settings(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Raise for settings that would otherwise be ignored or mean something else."""
-    if (config.num_beams or 1) > 1:
-        raise ValueError(
-            f"num_beams={config.num_beams}: beam search keeps several continuations, drafting verifies one; use the "
-            "target's own generate, or num_beams=1."
-        )
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if getattr(config, name, False):
-            raise ValueError(f"{name}=True is not supported with drafting yet; leave it out.")
-    if getattr(config, "penalty_alpha", None):
-        raise ValueError("Contrastive search (penalty_alpha) ranks several continuations; drafting verifies one.")
-    for name in ("prompt_lookup_num_tokens", "dola_layers"):
-        if getattr(config, name, None):
-            raise ValueError(f"{name} asks for another way of decoding; choose one with drafter=... instead.")
-    if getattr(config, "guidance_scale", None) not in (None, 1, 1.0):
-        raise ValueError(
-            "guidance_scale runs the model on a second prompt at every step; it cannot be drafted for yet."
-        )
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("inputs_embeds: drafting needs token ids; pass input_ids.")
+def _by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """Per-row lists of ``[V]`` as one ``[B, V]`` a step; zeros where a row had ended."""
+    nothing = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack(step) for step in itertools.zip_longest(*rows, fillvalue=nothing))
 
 
 def _listener(streamer: BaseStreamer | None, on_token: TokenListener | None, batch_size: int) -> TokenListener | None:

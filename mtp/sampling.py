@@ -1,59 +1,74 @@
-"""The target's distribution at the nodes of a tree, after everything the caller asked for.
+"""The target's distribution at the nodes of a tree, after everything the caller asked for, and the choice from it.
 
 Transformers' logits processors see the tokens before a position.  In a tree each node has its own: the row's prefix and
-the node's path.  Processors that look only at the logits run once over all nodes; as soon as one looks at the tokens,
-distributions are computed node by node, and only at nodes that the verifier reaches.
+the node's path.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.generation import logits_process
 
+from mtp.processors import RowProcessors
 from mtp.tree import TokenTree
 from mtp.verify import Randomness, Verdict, reject_row, verdict_of, walk, walk_row
 
-# Processors whose result depends on the logits alone.  Only these exact classes: a subclass may look at the tokens.
-LOGITS_ONLY = tuple(
-    getattr(logits_process, name)
-    for name in (
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "MinPLogitsWarper",
-        "TopHLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "SuppressTokensLogitsProcessor",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-    )
-    if hasattr(logits_process, name)
-)
 
+class NodeScores:
+    """Processed scores at the nodes of one round's trees, each computed when it is first asked for.
 
-# Processors that remember their earlier calls: asked about several branches, they would mix them up.
-STATEFUL = ("SynthIDTextWatermarkLogitsProcessor",)
+    A rule that goes down a tree asks about a handful of nodes: those it reaches.
 
+    Args:
+        processors: of the caller.
+        tree: what was verified.
+        logits: ``[B, N, V]`` of the target at every node.
+        prefixes: each row's tokens before its root, as the processors are to see them.
+        places: each row's place in the caller's batch (other rows may have ended).
+    """
 
-def refuse_stateful(processors: LogitsProcessorList) -> None:
-    """Raise for processors that expect to be called once a token, in order."""
-    for processor in processors:
-        if type(processor).__name__ in STATEFUL:
-            raise ValueError(
-                f"{type(processor).__name__} keeps a state from token to token and cannot be asked about the branches "
-                "of a tree; generate with the target alone."
-            )
+    def __init__(
+        self,
+        processors: RowProcessors,
+        tree: TokenTree,
+        logits: Tensor,
+        prefixes: Sequence[list[int]],
+        places: Sequence[int],
+    ):
+        self.processors = processors
+        self.tree = tree
+        self.logits = logits
+        self.prefixes = prefixes
+        self.places = places
+        self._known: dict[tuple[int, int], Tensor] = {}
 
+    def __call__(self, row: int, node: int) -> Tensor:
+        """``[V]`` float32."""
+        if (row, node) not in self._known:
+            self._known[row, node] = self._compute(row, node)
+        return self._known[row, node]
 
-def looks_at_tokens(processors: LogitsProcessorList) -> list[str]:
-    """Names of the processors whose result depends on the tokens before a position."""
-    return [type(p).__name__ for p in processors if type(p) not in LOGITS_ONLY]
+    def everywhere(self) -> Tensor:
+        """``[B, N, V]`` at all nodes in one call; only where no processor looks at the tokens."""
+        if not self.processors:
+            return self.logits.float()
+        scores = self.processors.any_position(self.logits.flatten(0, 1)).unflatten(0, self.logits.shape[:2])
+        self._known = {
+            (row, node): scores[row, node] for row in range(scores.shape[0]) for node in range(scores.shape[1])
+        }
+        return scores
+
+    def _compute(self, row: int, node: int) -> Tensor:
+        logits = self.logits[row, node : node + 1]
+        if not self.processors:
+            return logits[0].float()
+        if self.processors.logits_only:
+            return self.processors.any_position(logits)[0]
+        ids = torch.tensor([self.prefixes[row] + self.tree.path_tokens(row, node)], device=logits.device)
+        return self.processors.one_row(self.places[row], ids, logits)[0]
 
 
 class TargetSampler:
@@ -73,18 +88,9 @@ class TargetSampler:
         batch_size: int = 1,
         randomness: Randomness | None = None,
     ):
-        refuse_stateful(processors)
-        self.processors = processors
-        self.batch_size = batch_size
+        self.processors = RowProcessors(processors, batch_size)
         self.do_sample = do_sample
         self.randomness = randomness or Randomness()
-        self.token_processors = looks_at_tokens(processors)
-
-    def process(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Processed scores ``[M, V]`` in float32; ``ids [M, T]`` are the tokens before each."""
-        # A copy: processors may write in place, and Transformers hands them float32 too.
-        copy = logits.to(dtype=torch.float32, copy=True)
-        return self.processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, copy))
 
     def choose(self, scores: Tensor) -> Tensor:
         """A token for each row of processed ``scores [M, V]``."""
@@ -92,52 +98,40 @@ class TargetSampler:
             return scores.argmax(-1)
         return torch.multinomial(scores.softmax(-1), 1, generator=self.randomness.generator)[:, 0]
 
-    def process_row(self, index: int, ids: Tensor, logits: Tensor) -> Tensor:
-        """Processed scores ``[1, V]`` of one row, which has place ``index`` in the caller's batch.
+    def at_nodes(
+        self, tree: TokenTree, logits: Tensor, prefixes: Sequence[list[int]], places: Sequence[int]
+    ) -> NodeScores:
+        """Scores of one round; see ``NodeScores``."""
+        return NodeScores(self.processors, tree, logits, prefixes, places)
 
-        Processors may keep something for each row of the batch (padding lengths, a grammar for each), so they are shown
-        a batch of the size they were made for, with this row at its own place.
-        """
-        if self.batch_size == 1:
-            return self.process(ids, logits)
-        scores = self.process(ids.expand(self.batch_size, -1), logits.expand(self.batch_size, -1))
-        return scores[index : index + 1]
+    def verify(self, scores: NodeScores) -> Verdict:
+        """Apply the exact rule that fits the tree and the settings."""
+        tree = scores.tree
+        rejects = tree.is_drawn and self.do_sample
+        # On a CPU a warper or a draw costs as much for each node (a sort of the vocabulary): only what is reached is
+        # processed.  Elsewhere one launch for all nodes is cheaper than a round trip for each.
+        free = not self.processors and not self.do_sample
+        together = self.processors.logits_only and (free or scores.logits.device.type != "cpu")
+        if together and not rejects:
+            everywhere = scores.everywhere()
+            return walk(tree, self.choose(everywhere.flatten(0, 1)).view(tree.tokens.shape))
+        verify_row = self._reject_row if rejects else self._walk_row
+        return verdict_of([verify_row(scores, row) for row in range(tree.batch_size)], tree.tokens.device)
 
-    def verify(self, tree: TokenTree, logits: Tensor, prefixes: list[list[int]], places: list[int]) -> Verdict:
-        """Apply the exact rule that fits the tree and the settings.
+    def _walk_row(self, scores: NodeScores, row: int) -> tuple[list[int], int]:
+        tree = scores.tree
+        return walk_row(
+            tree.children(row), tree.tokens[row].tolist(), lambda node: int(self.choose(scores(row, node)[None]))
+        )
 
-        Args:
-            logits: ``[B, N, V]`` of the target at every node.
-            prefixes: each row's tokens before its root.
-            places: each row's place in the caller's batch (other rows may have ended).
-        """
-        by_node = self.token_processors or (tree.is_drawn and self.do_sample)
-        if not by_node:
-            flat = logits.flatten(0, 1)
-            scores = self.process(tree.tokens.new_zeros(flat.shape[0], 1), flat) if self.processors else flat
-            return walk(tree, self.choose(scores.float()).view(tree.tokens.shape))
-        rows = [self._verify_row(tree, row, logits[row], prefixes[row], places[row]) for row in range(tree.batch_size)]
-        return verdict_of(rows, tree.tokens.device)
-
-    def _verify_row(
-        self, tree: TokenTree, row: int, logits: Tensor, prefix: list[int], place: int
-    ) -> tuple[list[int], int]:
-        tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
-
-        def scores_at(node: int) -> Tensor:
-            path = []
-            at = node
-            while at >= 0:
-                path.append(tokens[at])
-                at = parents[at]
-            ids = torch.tensor([prefix + path[::-1]], device=logits.device)
-            return self.process_row(place, ids, logits[node : node + 1])
-
-        children = tree.children(row)
-        if tree.is_drawn and self.do_sample:
-            assert tree.q is not None
-            q = tree.q[row]
-            return reject_row(
-                children, tokens, lambda node: scores_at(node)[0].softmax(-1), lambda node: q[node], self.randomness
-            )
-        return walk_row(children, tokens, lambda node: int(self.choose(scores_at(node))))
+    def _reject_row(self, scores: NodeScores, row: int) -> tuple[list[int], int]:
+        tree = scores.tree
+        assert tree.q is not None
+        q = tree.q[row]
+        return reject_row(
+            tree.children(row),
+            tree.tokens[row].tolist(),
+            lambda node: scores(row, node).softmax(-1),
+            lambda node: q[node],
+            self.randomness,
+        )

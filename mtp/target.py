@@ -149,9 +149,13 @@ class Target:
             logits = logits / divisor
         return logits
 
+    def refresh(self) -> None:
+        """Notice weights that were changed in place since the last generation (a merged adapter, say)."""
+        self._packed.refresh()
+
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """An empty cache for ``batch_size`` rows: the beginning of a generation."""
-        self._packed.refresh()
+        self.refresh()
         return TreeCache(self.num_layers, batch_size, capacity, self.device)
 
     @torch.no_grad()

@@ -92,6 +92,15 @@ class TokenTree:
                 offspring[parents[node]].append(node)
         return offspring
 
+    def path_tokens(self, row: int, node: int) -> list[int]:
+        """Tokens from the root of one row to one of its nodes, both included."""
+        tokens, parents = self.tokens[row].tolist(), self.parents[row].tolist()
+        path = []
+        while node >= 0:
+            path.append(tokens[node])
+            node = parents[node]
+        return path[::-1]
+
     def select_rows(self, rows: Tensor) -> TokenTree:
         """The same trees for a subset of rows."""
         pick = lambda tensor: None if tensor is None else tensor[rows]  # noqa: E731

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import OracleDrafter, tiny_head, tiny_model
+from tiny import VOCAB, OracleDrafter, tiny_head, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -39,6 +39,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE
     )
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer for ``tiny_model``'s vocabulary whose token i is the i-th letter."""
+    vocab = {chr(ord("a") + index): index for index in range(VOCAB)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def save_talking_checkpoint(folder: Path, seed: int = 0) -> Path:

@@ -15,7 +15,8 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from mtp.sampling import LOGITS_ONLY, TargetSampler, looks_at_tokens
+from mtp.processors import RowProcessors
+from mtp.sampling import TargetSampler
 from mtp.tree import TokenTree
 from mtp.verify import Randomness, reject_row, walk, walk_row
 
@@ -103,8 +104,9 @@ def test_subclasses_of_plain_warpers_count_as_looking_at_tokens() -> None:
         pass
 
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.5), Mine(3), RepetitionPenaltyLogitsProcessor(1.2)])
-    assert looks_at_tokens(processors) == ["Mine", "RepetitionPenaltyLogitsProcessor"]
-    assert TemperatureLogitsWarper in LOGITS_ONLY
+    found = RowProcessors(processors, batch_size=2)
+    assert found.token_processors == ["Mine", "RepetitionPenaltyLogitsProcessor"]
+    assert found.in_order == ["Mine"]
 
 
 @given(st.integers(0, 10_000))
@@ -114,7 +116,8 @@ def test_each_node_is_penalised_for_its_own_path_only(seed: int) -> None:
     tree = random_tree(rng, 1, 8, vocab=6)
     logits = torch.randn(1, 8, 6, generator=torch.Generator().manual_seed(seed))
     processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(3.0)])
-    verdict = TargetSampler(processors, do_sample=False).verify(tree, logits, [[5, 4]], [0])
+    sampler = TargetSampler(processors, do_sample=False)
+    verdict = sampler.verify(sampler.at_nodes(tree, logits, [[5, 4]], [0]))
     node, text = 0, [5, 4, int(tree.tokens[0, 0])]
     expected = [0]
     while True:
@@ -134,5 +137,6 @@ def test_logits_handed_to_verify_are_not_changed() -> None:
     logits = torch.randn(2, 5, 6)
     before = logits.clone()
     for processors in ([TopKLogitsWarper(2)], [RepetitionPenaltyLogitsProcessor(3.0), TemperatureLogitsWarper(0.3)]):
-        TargetSampler(LogitsProcessorList(processors), True, 2).verify(tree, logits, [[1], [2]], [0, 1])
+        sampler = TargetSampler(LogitsProcessorList(processors), True, 2)
+        sampler.verify(sampler.at_nodes(tree, logits, [[1], [2]], [0, 1]))
         assert torch.equal(logits, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,11 @@ class TargetStates:
     def valid(self) -> Tensor:
         """``[B, T]`` True at real tokens."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.counts[:, None]
+
+    def select_rows(self, rows: Tensor) -> TargetStates:
+        """The states of these rows only."""
+        taps = None if self.taps is None else self.taps[rows]
+        return TargetStates(self.tokens[rows], self.hidden[rows], taps, self.counts[rows])
 
 
 @dataclass(frozen=True)
@@ -67,9 +73,12 @@ class Drafter(ABC):
 
     Attributes:
         taps: ids of the hidden layers it reads (see ``Target.default_taps``); the target is asked for these.
+        state: everything it knows of the generation at hand, and nothing else; whoever continues that generation later
+            takes it out and puts it back.
     """
 
     taps: tuple[int, ...] = ()
+    state: Any = None
 
     @abstractmethod
     def start(self, states: TargetStates, capacity: int) -> None:
@@ -92,3 +101,12 @@ class Drafter(ABC):
     @abstractmethod
     def select_rows(self, rows: Tensor) -> None:
         """Keep only these rows of the batch; the others have ended."""
+
+    def rewind(self, length: int) -> int:
+        """Forget everything past the first ``length`` tokens of a single row, which then goes on differently.
+
+        Returns:
+            how many tokens are remembered, at most ``length``.  ``observe`` is called next with the states of those
+            behind them; after 0, ``start`` with the states of the whole text, as if nothing had been.
+        """
+        return 0

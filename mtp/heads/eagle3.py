@@ -21,6 +21,7 @@ from mtp.cache import TreeCache
 from mtp.drafters.base import Draw, TargetStates
 from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
 from mtp.heads.layers import GatedMLP, Rotary, gather_positions, rope_parameters, unit_scale
+from mtp.heads.unrolling import attend_with_own, base_ranges, spread
 from mtp.heads.warmstart import RidgeRegression, carry_linear_map
 from mtp.packing import PackedLinears
 from mtp.planner import BestFirstGrowth, drawn_widths
@@ -77,12 +78,21 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+@dataclass
+class Eagle3State:
+    """One generation: entries that were read, and the target's states that wait for the token after them."""
+
+    cache: TreeCache
+    unread: TargetStates
+
+
 class Eagle3Head(Head):
     """See the module's text.  Drafts dynamic best-first trees, as EAGLE-2 (arXiv 2406.16858)."""
 
     family: ClassVar[str] = "eagle3"
     config_class: ClassVar[type[HeadConfig]] = Eagle3Config
     config: Eagle3Config
+    state: Eagle3State
     tap_scale: Tensor
 
     def __init__(self, config: Eagle3Config):
@@ -161,12 +171,12 @@ class Eagle3Head(Head):
             if step > 0:
                 nodes = (positions + 1 + step).clamp_max(states.tokens.shape[1] - 1)
                 x = layer.mix(embeddings[rows, nodes], hidden)
-                own_key = layer.split_heads(_spread(layer.k_proj(x), place, bases))
+                own_key = layer.split_heads(spread(layer.k_proj(x), place, bases))
                 own_keys.extend(self.rotary(bases + step, own_key))
-                own_values.append(layer.split_heads(_spread(layer.v_proj(x), place, bases)))
-            query = layer.split_heads(_spread(layer.q_proj(x), place, bases))
+                own_values.append(layer.split_heads(spread(layer.v_proj(x), place, bases)))
+            query = layer.split_heads(spread(layer.q_proj(x), place, bases))
             (query,) = self.rotary(bases + step, query)
-            attended = _attend_with_own(query, key, value, visible, own_keys, own_values)
+            attended = attend_with_own(query, key, value, visible, own_keys, own_values)
             hidden = layer.finish(hidden, attended[place])
             trained = batch.bases(step + 2)[rows, positions]
             logits = self.lm_head(self.norm(hidden[trained]))
@@ -217,21 +227,26 @@ class Eagle3Head(Head):
 
     @torch.no_grad()
     def start(self, states: TargetStates, capacity: int) -> None:
-        batch = states.tokens.shape[0]
-        self._cache = TreeCache(1, batch, capacity + 2 * self.config.width * self.config.depth, self.fc.weight.device)
-        self._longest = 0
-        self._unread = states
+        staged = 2 * self.config.width * self.config.depth
+        cache = TreeCache(1, states.tokens.shape[0], capacity + staged, self.fc.weight.device)
+        self.state = Eagle3State(cache, states)
 
     @torch.no_grad()
     def observe(self, states: TargetStates) -> None:
-        self._unread = states
+        self.state.unread = states
 
     @torch.no_grad()
     def select_rows(self, rows: Tensor) -> None:
-        unread = self._unread
-        self._cache.select_rows(rows, int(self._cache.lengths[rows].max()))
-        taps = None if unread.taps is None else unread.taps[rows]
-        self._unread = TargetStates(unread.tokens[rows], unread.hidden[rows], taps, unread.counts[rows])
+        cache = self.state.cache
+        cache.select_rows(rows, int(cache.lengths[rows].max()))
+        self.state.unread = self.state.unread.select_rows(rows)
+
+    @torch.no_grad()
+    def rewind(self, length: int) -> int:
+        """The entry at a position holds the token after it: the last one that is known to stay is one token short."""
+        kept = max(min(length - 1, int(self.state.cache.lengths[0])), 0)
+        self.state.cache.crop(kept)
+        return kept
 
     @torch.no_grad()
     def propose(self, pending: Tensor, nodes: int, draw: Draw | None = None) -> TokenTree:
@@ -246,7 +261,7 @@ class Eagle3Head(Head):
 
         Returns hidden states ``[B, 1, H]`` and logits ``[B, 1, Vd]`` of the roots.
         """
-        states, layer, cache = self._unread, self.midlayer, self._cache
+        states, layer, cache = self.state.unread, self.midlayer, self.state.cache
         assert states.taps is not None
         last = (states.counts - 1)[:, None]
         following = torch.cat([states.tokens[:, 1:], pending[:, None]], dim=1).scatter(1, last, pending[:, None])
@@ -277,7 +292,7 @@ class Eagle3Head(Head):
             tokens, picked, mask = growth.frontier()
             hidden, logits = self._step(tokens, gather_positions(hidden, picked), mask, depth)
             growth.add(torch.log_softmax(logits.float(), dim=-1), self.draft_ids)
-        self._cache.discard()
+        self.state.cache.discard()
         return growth.tree()
 
     def _grow_drawn(self, pending: Tensor, nodes: int, hidden: Tensor, logits: Tensor, draw: Draw) -> TokenTree:
@@ -290,12 +305,12 @@ class Eagle3Head(Head):
                 tokens, picked, mask = growth.frontier(width)
                 hidden, logits = self._step(tokens, gather_positions(hidden, picked), mask, depth)
             growth.add(draw.log_probs(logits), self.draft_ids, draw)
-        self._cache.discard()
+        self.state.cache.discard()
         return growth.drawn_tree(self.config.vocab_size)
 
     def _step(self, tokens: Tensor, parents_hidden: Tensor, staged_mask: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """One level of the tree: ``tokens [B, W]`` whose parents gave ``parents_hidden [B, W, H]``."""
-        layer, cache = self.midlayer, self._cache
+        layer, cache = self.midlayer, self.state.cache
         cache.stage(tokens.shape[1])
         x = layer.mix(self._embed(tokens), parents_hidden)
         positions = (cache.lengths + (depth - 1))[:, None].expand_as(tokens)
@@ -310,39 +325,6 @@ class Eagle3Head(Head):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.target.embed(tokens).to(self.fc.weight)
-
-
-def base_ranges(batch: TrainingBatch, steps: int) -> Tensor:
-    """``[B, P]`` consecutive positions of each row from which some step trains; those past a row's last are -1."""
-    wanted = torch.stack([batch.bases(step + 2) for step in range(steps)]).any(0)
-    count = wanted.shape[1]
-    index = torch.arange(count, device=wanted.device)
-    first = torch.where(wanted, index, count).amin(1, keepdim=True)
-    last = torch.where(wanted, index, -1).amax(1, keepdim=True)
-    length = max(int((last - first).max()) + 1, 1)
-    bases = first + torch.arange(length, device=wanted.device)
-    return torch.where(bases <= last, bases, -1)
-
-
-def _spread(x: Tensor, place: tuple[Tensor, ...], like: Tensor) -> Tensor:
-    """``x [M, C]`` put at ``place`` into zeros ``[B, P, C]``, where ``like`` is ``[B, P]``."""
-    return x.new_zeros(*like.shape, x.shape[1]).index_put(place, x)
-
-
-def _attend_with_own(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, own_keys: list[Tensor], own_values: list[Tensor]
-) -> Tensor:
-    """Attention of ``query [B, h, P, D]`` to ``key [B, h, T, D]`` where ``visible [B, P, T]``, and to the key of the
-    same index p in each of ``own_keys``.  Returns ``[B, P, h * D]``."""
-    scaling = query.shape[-1] ** -0.5
-    shared = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible[:, None], float("-inf"))
-    own = [(query * k).sum(-1, keepdim=True) * scaling for k in own_keys]
-    weights = torch.cat([shared, *own], dim=-1).softmax(-1)
-    length = key.shape[2]
-    out = weights[..., :length] @ value
-    for at, v in enumerate(own_values):
-        out = out + weights[..., length + at, None] * v
-    return out.transpose(1, 2).flatten(2)
 
 
 def _fit_inputs(head: Eagle3Head, batch: TrainingBatch) -> tuple[Tensor, Tensor]:

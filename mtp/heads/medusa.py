@@ -135,10 +135,13 @@ class MedusaHead(Head):
     def observe(self, states: TargetStates) -> None:
         """Only the last committed token's state matters."""
         last = (states.counts - 1)[:, None, None].expand(-1, 1, states.hidden.shape[2])
-        self._hidden = states.hidden.gather(1, last)[:, 0].to(self.output_matrix(0).dtype)
+        self.state = states.hidden.gather(1, last)[:, 0].to(self.output_matrix(0).dtype)
 
     def select_rows(self, rows: Tensor) -> None:
-        self._hidden = self._hidden[rows]
+        self.state = self.state[rows]
+
+    def rewind(self, length: int) -> int:
+        return length
 
     @torch.no_grad()
     def propose(self, pending: Tensor, nodes: int, draw: Draw | None = None) -> TokenTree:
@@ -147,7 +150,7 @@ class MedusaHead(Head):
         if depth == 0:
             return TokenTree.root_only(pending)
         with self._packed.active():
-            logits = torch.stack([self.guess(self._hidden, step) for step in range(depth)], dim=1).float()
+            logits = torch.stack([self.guess(self.state, step) for step in range(depth)], dim=1).float()
         log_probs = logits.log_softmax(-1) if draw is None else draw.log_probs(logits)
         count = max(tree.ranks) + 1
         # All nodes of a depth share that depth's guesses (drawn: its draws, in their order), from the first on.

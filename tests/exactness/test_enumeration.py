@@ -420,7 +420,7 @@ def through_sampler(temperature: float, top_k: int) -> Rule:
     def rule(tree: TokenTree, p: Table, randomness: Randomness) -> tuple[list[int], int]:
         sampler = TargetSampler(processors, do_sample=True, randomness=randomness)
         logits = torch.stack([p(context_of(tree, node)).log() for node in range(tree.num_nodes)])[None]
-        verdict = sampler.verify(tree, logits, [[1, 2]], [0])
+        verdict = sampler.verify(sampler.at_nodes(tree, logits, [[1, 2]], [0]))
         return verdict.path[0, : verdict.counts[0]].tolist(), int(verdict.next_token[0])
 
     return rule

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
+from talking import letters
 from tiny import (
     ARCHITECTURES,
     PAD,
@@ -23,14 +24,11 @@ from tiny import (
     tiny_head,
     tiny_model,
 )
-from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     StoppingCriteria,
-    SynthIDTextWatermarkingConfig,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -256,14 +254,6 @@ def test_a_first_token_that_ends_the_text_is_all_there_is() -> None:
 @pytest.mark.parametrize("count", range(1, 10))
 def test_max_new_tokens_is_never_overrun_inside_a_block(count: int) -> None:
     assert ours(oracle(), ONE, max_new_tokens=count)[0] == truths("llama", ONE)[0][:count]
-
-
-def letters() -> PreTrainedTokenizerFast:
-    """A tokenizer whose token i is the i-th letter."""
-    vocab = {chr(ord("a") + index): index for index in range(VOCAB)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def test_a_stop_string_inside_an_accepted_block_ends_the_text_at_once() -> None:
@@ -597,11 +587,18 @@ def test_two_threads_on_one_target_get_their_own_text_and_leave_the_model_alone(
 
 REFUSED: dict[str, dict[str, Any]] = {
     "num_beams": {"num_beams": 2},
-    "output_scores": {"output_scores": True, "return_dict_in_generate": True},
-    "output_logits": {"output_logits": True, "return_dict_in_generate": True},
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
     "guidance_scale": {"guidance_scale": 2.0},
     "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
+    "assistant_model": {"assistant_model": object()},
+    "custom_generate": {"custom_generate": "somebody/else"},
+    "inputs_embeds": {"inputs_embeds": torch.zeros(1, 3, 32)},
+    "negative_prompt_ids": {"negative_prompt_ids": torch.tensor(ONE)},
+    "position_ids": {"position_ids": torch.arange(5)[None]},
+    "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
+    "dola_layers": {"dola_layers": "low"},
+    "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "cache_implementation": {"cache_implementation": "static"},
     "nodes": {"nodes": 0},
     "drafter": {"drafter": "no such drafter"},
 }
@@ -611,10 +608,3 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_settings_that_cannot_be_drafted_for_are_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         oracle().generate(torch.tensor(ONE), max_new_tokens=4, do_sample=False, **REFUSED[name])
-
-
-def test_a_processor_that_keeps_a_state_is_refused() -> None:
-    """SynthID's processor remembers its last contexts; asked at several nodes it would mix up branches."""
-    config = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
-    with pytest.raises(ValueError, match="SynthID"):
-        oracle().generate(torch.tensor(ONE), max_new_tokens=4, do_sample=True, watermarking_config=config)

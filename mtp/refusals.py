@@ -1,0 +1,79 @@
+"""What ``generate`` cannot do with drafting, and why: nothing that a caller asks for is ignored in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationConfig
+
+from mtp.past import Past
+from mtp.target import Target
+
+# What Transformers hands a decoding method beside the token ids, all of which we honour or do better without.
+UNDERSTOOD = {"attention_mask", "cache", "past_key_values", "use_cache", "logits_to_keep", "position_ids"}
+
+# Arguments of ``generate`` that name another way of decoding or something that drafting has no place for.
+ARGUMENTS = {
+    "assistant_model": "a smaller model is a drafter here: pass drafter=... instead",
+    "custom_generate": "SpeculativeModel.generate is itself one; call the target's own generate for another",
+    "inputs_embeds": "drafting needs token ids; pass input_ids",
+    "negative_prompt_ids": "guidance runs the model on a second prompt at every step, which cannot be drafted for yet",
+    "position_ids": "positions follow from the attention mask; leave it out",
+}
+
+# Settings of a GenerationConfig, with the values that ask for nothing, and why anything else is refused.
+SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_beams": ((None, 1), "beam search keeps several continuations, drafting verifies one; use the target's own"),
+    "num_beam_groups": ((None, 1), "beam search keeps several continuations, drafting verifies one"),
+    "constraints": ((None,), "constrained beam search keeps several continuations; use prefix_allowed_tokens_fn"),
+    "force_words_ids": ((None,), "constrained beam search keeps several continuations; drafting verifies one"),
+    "penalty_alpha": ((None, 0, 0.0), "contrastive search ranks several continuations; drafting verifies one"),
+    "dola_layers": ((None,), "it contrasts layers at every step, which cannot be drafted for yet"),
+    "prompt_lookup_num_tokens": (
+        (None,),
+        'it asks for another drafter: pass drafter="ngram" instead, where there is one',
+    ),
+    "guidance_scale": (
+        (None, 1, 1.0),
+        "guidance runs the model on a second prompt at every step, which cannot be drafted for yet",
+    ),
+    "output_attentions": ((None, False), "attention weights over a tree are not those of a text"),
+    "output_hidden_states": (
+        (None, False),
+        "hidden states are those of the verified trees; run the target on the result",
+    ),
+    "cache_implementation": ((None, "dynamic"), "drafting keeps its own cache, whose branches can be taken back"),
+    "token_healing": ((None, False), "heal the prompt first, with the target's own heal_tokens"),
+}
+
+
+def refuse_unsupported_arguments(arguments: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for arguments of ``generate`` that have no meaning here."""
+    for name, reason in ARGUMENTS.items():
+        if arguments.get(name) is not None:
+            raise ValueError(f"{name} is not supported with drafting: {reason}.")
+
+
+def refuse_unsupported_settings(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for settings and model inputs that would otherwise be ignored or mean something else."""
+    for name, (harmless, reason) in SETTINGS.items():
+        value = getattr(config, name, None)
+        if value not in harmless:
+            raise ValueError(f"{name}={value!r} is not supported with drafting: {reason}.")
+    for name, value in model_kwargs.items():
+        if name not in UNDERSTOOD and value is not None:
+            reason = ARGUMENTS.get(name, "only text can be drafted; the target's own generate takes it")
+            raise ValueError(f"{name} is not supported with drafting: {reason}.")
+
+
+def refuse_foreign_past(past: Any, target: Target) -> None:
+    """Raise ``ValueError`` for a past that is not one of ours over this very target."""
+    if past is None:
+        return
+    if not isinstance(past, Past):
+        raise ValueError(
+            f"past_key_values is a {type(past).__name__}; expected what an earlier drafted generate returned as "
+            "past_key_values (it holds the drafter's state too). Leave it out to read the prompt anew."
+        )
+    if past.target is not target:
+        raise ValueError("past_key_values belongs to another target: its keys and values mean nothing to this one.")
