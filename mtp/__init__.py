@@ -11,6 +11,7 @@ from mtp.checkpoint import CheckpointError, load_head, load_target, load_tokeniz
 from mtp.drafters import DRAFTERS, Drafter
 from mtp.heads import HEADS, Head
 from mtp.model import SpeculativeModel, SpeculativeOutput, speculate
+from mtp.past import Past
 from mtp.stats import AcceptanceStats
 from mtp.target import Target, UnsupportedTargetError
 from mtp.tree import TokenTree
@@ -59,6 +60,7 @@ __all__ = [
     "CheckpointError",
     "Drafter",
     "Head",
+    "Past",
     "SpeculativeModel",
     "SpeculativeOutput",
     "Target",

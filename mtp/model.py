@@ -39,11 +39,12 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
         scores: with ``output_scores=True``, for each new token the processed scores ``[B, V]`` it was chosen from;
             zeros in rows that had ended.
         logits: with ``output_logits=True``, the target's own logits likewise.
-        past_key_values: of a single row, a ``Past`` with which a longer text can be continued; None for a batch.
+        past: of a single row, what a longer text can be continued from; None for a batch.
         acceptance: counters of the run.
         kept: for each row, whether each generated token had been guessed by the drafter.
     """
 
+    past: Past | None = None
     acceptance: AcceptanceStats | None = None
     kept: list[list[bool]] | None = None
 
@@ -92,7 +93,7 @@ class SpeculativeModel:
             on_token: called with ``(row, token, kept)`` as soon as a token is committed, for every token in order;
                 ``kept`` says whether the drafter had guessed it.  Unlike a streamer it takes batches too.
             generator: source of all random draws; torch's default one (``torch.manual_seed``) when left out.
-            past_key_values: a ``Past`` that an earlier call gave: what this prompt shares with it is not read again.
+            past: what an earlier call returned under that name: what this prompt shares with it is not read again.
 
         Returns:
             ``[B, T]`` token ids, or a ``SpeculativeOutput`` with ``return_dict_in_generate=True``.
@@ -101,7 +102,7 @@ class SpeculativeModel:
             ValueError: for what cannot be drafted for (beam search, scores of every step ...), saying why.
         """
         refuse_unsupported_arguments(kwargs)
-        names = ("nodes", "drafter", "drawn", "on_token", "generator", "past_key_values")
+        names = ("nodes", "drafter", "drawn", "on_token", "generator", "past")
         own = {name: kwargs.pop(name) for name in names if name in kwargs}
         decode = speculate(self, **own, streamer=kwargs.get("streamer"))
         return self.target.causal_lm.generate(*args, custom_generate=decode, **with_stop_strings(kwargs))
@@ -115,7 +116,7 @@ def speculate(
     drawn: bool = False,
     on_token: TokenListener | None = None,
     generator: torch.Generator | None = None,
-    past_key_values: Past | None = None,
+    past: Past | None = None,
     streamer: BaseStreamer | None = None,
 ) -> Callable[..., Any]:
     """The round loop as a decoding method for Transformers: ``lm.generate(..., custom_generate=speculate(model))``.
@@ -133,7 +134,6 @@ def speculate(
         nodes = model.default_nodes
     if nodes < 1:
         raise ValueError(f"A draft tree has at least its root; found nodes={nodes}, expected 1 or more.")
-    past = past_key_values
     refuse_foreign_past(past, model.target)
 
     def decode(
@@ -176,7 +176,7 @@ def speculate(
             on_token=_listener(streamer, on_token, batch_size),
         )
         if past is not None and batch_size > 1:
-            raise ValueError(f"past_key_values continues a single text; found a batch of {batch_size}.")
+            raise ValueError(f"past continues a single text; found a batch of {batch_size}.")
         kept_past = past if past is not None else Past(model.target) if wants_dict and batch_size == 1 else None
         padded = input_ids.tolist()
         with model.lock:
@@ -188,9 +188,9 @@ def speculate(
             return sequences
         return SpeculativeOutput(
             sequences=cast(torch.LongTensor, sequences),
-            scores=_by_step([row.scores for row in rows]) if settings.keep_scores else None,
-            logits=_by_step([row.logits for row in rows]) if settings.keep_logits else None,
-            past_key_values=kept_past,
+            scores=_by_step([row.scores for row in rows]) if settings.keep_scores else None,  # type: ignore[arg-type]
+            logits=_by_step([row.logits for row in rows]) if settings.keep_logits else None,  # type: ignore[arg-type]
+            past=kept_past,
             acceptance=decoder.stats,
             kept=[row.kept for row in rows],
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from mtp.cache import TreeCache
 from mtp.drafters.base import Drafter
 from mtp.target import Target
@@ -12,7 +14,7 @@ from mtp.target import Target
 class Past:
     """Keys and values of one text, and what the drafter knows of it.
 
-    ``generate(..., return_dict_in_generate=True)`` returns it as ``past_key_values``; given back to ``generate`` with a
+    ``generate(..., return_dict_in_generate=True)`` returns it as ``past``; given back to ``generate`` with a
     longer text, only what is new is read.  A text that differs from some token on is continued from there: nothing
     depends on how the caller's template spells an earlier turn.  Every generation that is given a ``Past`` brings it
     up to date; an interrupted one leaves it empty, which costs time and nothing else.
@@ -45,7 +47,7 @@ class Past:
         cache, self._cache = self._cache, None
         shared = min(common_length(self.ids, prompt), len(prompt) - 1)
         self.ids = []
-        if cache is None or shared == 0 or drafter is not self._drafter:
+        if cache is None or shared == 0 or not self._is_from(drafter):
             return None
         drafter.state = self._state
         known = drafter.rewind(shared)
@@ -54,6 +56,11 @@ class Past:
         cache.crop(known)
         self.target.refresh()
         return cache
+
+    def _is_from(self, drafter: Drafter) -> bool:
+        """Whether ``drafter`` can take over the state: it made it, or it is of the same kind and has no weights."""
+        same_kind = type(drafter) is type(self._drafter) and not isinstance(drafter, nn.Module)
+        return drafter is self._drafter or same_kind
 
 
 def common_length(first: list[int], second: list[int]) -> int:

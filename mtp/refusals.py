@@ -14,6 +14,8 @@ UNDERSTOOD = {"attention_mask", "cache", "past_key_values", "use_cache", "logits
 
 # Arguments of ``generate`` that name another way of decoding or something that drafting has no place for.
 ARGUMENTS = {
+    "past_key_values": "a drafter has a state too; pass past=..., as an earlier call returned it",
+    "cache": "a drafter has a state too; pass past=..., as an earlier call returned it",
     "assistant_model": "a smaller model is a drafter here: pass drafter=... instead",
     "custom_generate": "SpeculativeModel.generate is itself one; call the target's own generate for another",
     "inputs_embeds": "drafting needs token ids; pass input_ids",
@@ -60,6 +62,9 @@ def refuse_unsupported_settings(config: GenerationConfig, model_kwargs: dict[str
         value = getattr(config, name, None)
         if value not in harmless:
             raise ValueError(f"{name}={value!r} is not supported with drafting: {reason}.")
+    for name in ("cache", "past_key_values"):  # Transformers has made an empty one; one with tokens is the caller's
+        if (cache := model_kwargs.get(name)) is not None and cache.get_seq_length() > 0:
+            raise ValueError(f"{name} holds {cache.get_seq_length()} tokens: {ARGUMENTS[name]}.")
     for name, value in model_kwargs.items():
         if name not in UNDERSTOOD and value is not None:
             reason = ARGUMENTS.get(name, "only text can be drafted; the target's own generate takes it")
@@ -72,8 +77,8 @@ def refuse_foreign_past(past: Any, target: Target) -> None:
         return
     if not isinstance(past, Past):
         raise ValueError(
-            f"past_key_values is a {type(past).__name__}; expected what an earlier drafted generate returned as "
-            "past_key_values (it holds the drafter's state too). Leave it out to read the prompt anew."
+            f"past is a {type(past).__name__}; expected what an earlier drafted generate returned as past, which holds "
+            "the drafter's state too. Leave it out to read the prompt anew."
         )
     if past.target is not target:
-        raise ValueError("past_key_values belongs to another target: its keys and values mean nothing to this one.")
+        raise ValueError("past belongs to another target: its keys and values mean nothing to this one.")

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from mtp.drafters import drafter_by_name
 from mtp.model import SpeculativeModel
+from mtp.past import Past
 from mtp.stats import AcceptanceStats
 from serve.loading import UsageError, add_model_arguments, load_model, load_tokenizer, pad_token_id, positive
 from serve.loading import temperature as temperature_argument
@@ -149,7 +150,13 @@ def counters(generated: Generated) -> str:
     return "\n".join([*lines, *stats.notes])
 
 
-def say(model: SpeculativeModel, tokenizer: Any, prompt: list[int], options: argparse.Namespace) -> str:
+def say(
+    model: SpeculativeModel,
+    tokenizer: Any,
+    prompt: list[int],
+    options: argparse.Namespace,
+    past: Past | None = None,
+) -> str:
     """Stream one answer and print its counters; returns its text, which is shorter after an interrupt."""
     printer = Printer(tokenizer, prompt, Console(no_color=options.no_color or None, highlight=False))
     ids: list[int] = []
@@ -159,7 +166,7 @@ def say(model: SpeculativeModel, tokenizer: Any, prompt: list[int], options: arg
         printer.on_token(row, token, kept)
 
     try:
-        generated = answer(model, prompt, options, on_token)
+        generated = answer(model, prompt, options, on_token, past=past)
     except KeyboardInterrupt:
         if not options.chat:
             raise
@@ -178,6 +185,7 @@ def chat(model: SpeculativeModel, tokenizer: Any, options: argparse.Namespace) -
     """Take turns until the person ends it."""
     opening: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(opening)
+    past = Past(model.target)
     report(CHAT_HELP, options)
     while True:
         try:
@@ -191,7 +199,7 @@ def chat(model: SpeculativeModel, tokenizer: Any, options: argparse.Namespace) -
             continue
         messages.append({"role": "user", "content": said})
         try:
-            reply = say(model, tokenizer, render(tokenizer, messages, options.raw), options)
+            reply = say(model, tokenizer, render(tokenizer, messages, options.raw), options, past)
         except UsageError as error:
             messages.pop()
             report(f"{error} /clear makes room.", options)

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 import mtp
+from mtp.compat import cache_argument
 from mtp.drafters import Drafter
 from mtp.heads import HEADS
 from mtp.model import SpeculativeModel
@@ -155,13 +156,11 @@ def test_a_conversation_is_continued_exactly_and_not_read_again(
     for turn in range(3):
         prompt = torch.tensor([text])
         reads.lengths.clear()
-        out = model.generate(
-            prompt, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, past_key_values=past
-        )
+        out = model.generate(prompt, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, past=past)
         assert out.sequences[0].tolist() == fresh(lm, prompt), f"turn {turn}"
         if past is not None:
             assert reads.lengths[0] < 12, "only what is new, and the last round's tokens, are read"
-        past = out.past_key_values
+        past = out.past
         text = [*out.sequences[0].tolist(), *FOUR[2][: 3 + turn]]
     assert len(past) >= len(text) - 8
 
@@ -175,7 +174,7 @@ def test_a_text_that_goes_on_differently_is_continued_from_there(family: str, ke
     text = out.sequences[0].tolist()
     changed = [*text[:keep], 1 + text[keep] % (VOCAB - 1), *text[keep + 1 : keep + 4]]
     prompt = torch.tensor([changed])
-    again = model.generate(prompt, max_new_tokens=NEW, do_sample=False, past_key_values=out.past_key_values)
+    again = model.generate(prompt, max_new_tokens=NEW, do_sample=False, past=out.past)
     assert again[0].tolist() == fresh(lm_of(), prompt)
 
 
@@ -183,11 +182,11 @@ def test_what_is_kept_agrees_with_the_text_and_with_a_fresh_prefill() -> None:
     """Every stop: length limit, and an end token inside an accepted block."""
     for settings in ({}, {"eos_token_id": [4, 9, 14]}, {"max_new_tokens": 1}):
         out = drafted(oracle(ONE, **settings), ONE, return_dict_in_generate=True, **settings)
-        past = out.past_key_values
+        past = out.past
         assert past.ids == out.sequences[0, : len(past)].tolist()
         assert out.sequences.shape[1] - 1 <= len(past) + 1
         reference = DynamicCache()
-        lm_of()(torch.tensor([past.ids]), past_key_values=reference, use_cache=True)
+        lm_of()(torch.tensor([past.ids]), use_cache=True, **{cache_argument(type(lm_of())): reference})
         for ours, theirs in zip(past._cache.tree_layers, reference.layers, strict=True):
             torch.testing.assert_close(ours.keys[:, :, : len(past)], theirs.keys, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(ours.values[:, :, : len(past)], theirs.values, atol=1e-5, rtol=1e-5)
@@ -199,35 +198,49 @@ def test_another_drafter_reads_the_text_anew() -> None:
     out = drafted(model, ONE, return_dict_in_generate=True)
     prompt = torch.tensor([[*out.sequences[0].tolist(), 5, 6]])
     other: Drafter = tiny_head("medusa", target)
-    again = model.generate(
-        prompt, max_new_tokens=NEW, do_sample=False, drafter=other, past_key_values=out.past_key_values
-    )
+    again = model.generate(prompt, max_new_tokens=NEW, do_sample=False, drafter=other, past=out.past)
     assert again[0].tolist() == fresh(lm_of(), prompt)
+
+
+def test_a_drafter_that_is_named_anew_at_every_turn_goes_on_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SpeculativeModel.from_target(lm_of(), drafter="none")
+    first = drafted(model, ONE, return_dict_in_generate=True, drafter="none")
+    prompt = torch.tensor([[*first.sequences[0].tolist(), 5, 6]])
+    reads = Reads(model.target, monkeypatch)
+    again = model.generate(prompt, max_new_tokens=NEW, do_sample=False, drafter="none", past=first.past)
+    assert again[0].tolist() == fresh(lm_of(), prompt)
+    assert reads.lengths[0] == 3
 
 
 def test_an_interrupted_generation_leaves_a_past_that_is_still_right() -> None:
     target = Target(lm_of())
     model = SpeculativeModel(target, tiny_head("eagle3", target))
-    past = drafted(model, ONE, return_dict_in_generate=True).past_key_values
+    past = drafted(model, ONE, return_dict_in_generate=True).past
     prompt = torch.tensor([[*ONE[0], 7]])
 
     def interrupt(row: int, token: int, kept: bool) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        model.generate(prompt, max_new_tokens=NEW, do_sample=False, past_key_values=past, on_token=interrupt)
-    again = model.generate(prompt, max_new_tokens=NEW, do_sample=False, past_key_values=past)
+        model.generate(prompt, max_new_tokens=NEW, do_sample=False, past=past, on_token=interrupt)
+    again = model.generate(prompt, max_new_tokens=NEW, do_sample=False, past=past)
     assert again[0].tolist() == fresh(lm_of(), prompt)
 
 
 def test_a_past_that_does_not_belong_here_is_refused() -> None:
     model = oracle(ONE)
     with pytest.raises(ValueError, match=r"DynamicCache.*earlier drafted generate"):
+        drafted(model, ONE, past=DynamicCache())
+    with pytest.raises(ValueError, match=r"past=\.\.\."):
         drafted(model, ONE, past_key_values=DynamicCache())
+    used = DynamicCache()
+    lm_of()(torch.tensor([ONE[0][:3]]), use_cache=True, **{cache_argument(type(lm_of())): used})
+    with pytest.raises(ValueError, match="holds 3 tokens"):
+        lm_of().generate(torch.tensor(ONE), custom_generate=mtp.speculate(model), past_key_values=used)
     with pytest.raises(ValueError, match="another target"):
-        drafted(model, ONE, past_key_values=Past(Target(lm_of("gpt2"))))
+        drafted(model, ONE, past=Past(Target(lm_of("gpt2"))))
     with pytest.raises(ValueError, match="batch of 4"):
-        drafted(model, FOUR, past_key_values=Past(model.target))
+        drafted(model, FOUR, past=Past(model.target))
 
 
 # ---- processors and criteria that keep something ------------------------------------------------------------------
