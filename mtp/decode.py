@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,11 +15,14 @@ from mtp.attention import AttentionPass
 from mtp.cache import TreeCache
 from mtp.drafters.base import Drafter, Draw, TargetStates
 from mtp.past import Past
+from mtp.planner import Planner, RoundReport
 from mtp.sampling import NodeScores, TargetSampler
 from mtp.stats import AcceptanceStats
 from mtp.target import Target
 from mtp.tree import TokenTree
 from mtp.verify import Verdict
+
+SPARE = 128  # slots for staged nodes, so that the cache's buffers need not grow in the first round
 
 
 @dataclass(eq=False)  # a row is itself: two rows with the same tokens are still two
@@ -45,13 +49,13 @@ class DecodeSettings:
     """How to decode, apart from which token to choose.
 
     Attributes:
-        nodes: most nodes of a tree, the root included.
+        planner: decides how large a tree each round may make.
         draw: draw the drafter's children at random instead of taking its likeliest ones.
         keep_scores: keep the processed scores of every token.
         keep_logits: keep the target's own logits of every token.
     """
 
-    nodes: int
+    planner: Planner
     draw: Draw | None = None
     keep_scores: bool = False
     keep_logits: bool = False
@@ -153,9 +157,12 @@ class Decoder:
 
     def _round(self, rows: list[Row], cache: TreeCache, pending: Tensor) -> Tensor:
         """One pass of the target; returns the new pending tokens ``[B]``."""
+        started = time.perf_counter()
+        budget = self.settings.planner.budget(max(self._lengths), len(rows))
         with self.stats.timed("draft"):
-            tree = self.drafter.propose(pending, self.settings.nodes, self.settings.draw)
-            tree = self._within_positions(tree, cache)
+            tree = TokenTree.root_only(pending)
+            if budget is not None:
+                tree = self._within_positions(self.drafter.propose(pending, budget, self.settings.draw))
         with self.stats.timed("verify"):
             attention = AttentionPass.over_tree(tree, cache.lengths, cache.start)
             output = self.target.forward(tree.tokens, cache, attention, self.drafter.taps)
@@ -173,6 +180,14 @@ class Decoder:
             cache.commit(path, kept, longest)
         with self.stats.timed("draft"):
             self.drafter.observe(_states_along(path, kept, tree, output.hidden, output.taps))
+        self.settings.planner.learn(
+            RoundReport(
+                drafted=budget is not None,
+                committed=sum(counts) / len(counts),
+                promised=None if tree.worth is None else float(tree.worth.sum(1).mean()) - 1,
+                seconds=time.perf_counter() - started,
+            )
+        )
         return verdict.next_token
 
     def _commit_tokens(self, rows: list[Row], scores: NodeScores, verdict: Verdict) -> list[int]:
@@ -207,7 +222,7 @@ class Decoder:
         longest = max(self._lengths)
         self._refuse_long(longest)
         budget = max((self.stop.max_length or longest) - min(len(row) for row in padded), 0)
-        capacity = longest + min(budget, 4096) + 2 * self.settings.nodes
+        capacity = longest + min(budget, 4096) + SPARE
         cache = past.rewind(prompts[0], self.drafter) if past is not None else None
         cache = cache or self.target.new_cache(len(prompts), capacity)
         cache.reserve(capacity)
@@ -258,7 +273,7 @@ class Decoder:
         self.drafter.select_rows(index)
         return pending[index]
 
-    def _within_positions(self, tree: TokenTree, cache: TreeCache) -> TokenTree:
+    def _within_positions(self, tree: TokenTree) -> TokenTree:
         """Guesses past the target's last position are not made: the last tokens are decoded plainly."""
         limit = self.target.max_positions
         if limit is None or max(self._lengths) + int(tree.depths.max()) < limit:

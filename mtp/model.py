@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,17 +17,21 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from mtp.cost import Costs
 from mtp.decode import Decoder, DecodeSettings, Row, StopRule
-from mtp.drafters import Drafter, Draw, drafter_by_name
+from mtp.drafters import Drafter, Draw, PlainDrafter, drafter_by_name
 from mtp.heads import Head
 from mtp.past import Past
+from mtp.planner import CostPlanner, FixedPlanner, Planner
 from mtp.refusals import refuse_foreign_past, refuse_unsupported_arguments, refuse_unsupported_settings
 from mtp.sampling import TargetSampler
 from mtp.stats import AcceptanceStats
 from mtp.target import Target
 from mtp.verify import Randomness
 
-DEFAULT_NODES = 16
+DEFAULT_NODES: int | str = "auto"
+MOST_NODES = 64  # of trees whose size is left to the planner
+FIXED_NODES = 16  # of trees of a fixed size, where neither the caller nor the drafter says
 TokenListener = Callable[[int, int, bool], None]
 
 
@@ -56,15 +61,18 @@ class SpeculativeModel:
         target: the verifier.
         drafter: the guesser; a trained head or one of ``mtp.available_drafters()``.
         tokenizer: kept beside them for convenience; may be None.
+        expected_length: mean accepted length that the drafter was measured to have.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, tokenizer: Any = None):
+    def __init__(self, target: Target, drafter: Drafter, tokenizer: Any = None, expected_length: float = 2.0):
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.lock = (
             threading.RLock()
         )  # a drafter keeps the state of one generation: those of several threads take turns
+        self.expected_length = expected_length
+        self._planners: WeakKeyDictionary[Drafter, CostPlanner] = WeakKeyDictionary()
         if isinstance(drafter, Head):
             drafter.attach(target)
 
@@ -77,16 +85,35 @@ class SpeculativeModel:
     def device(self) -> torch.device:
         return self.target.device
 
+    def planner(self, drafter: Drafter, nodes: int | str | None) -> Planner:
+        """Trees of at most ``nodes`` nodes; ``"auto"`` (or None) for what pays on this machine, which is measured once.
+
+        What is learnt about a drafter's acceptance is kept from one generation to the next.
+        """
+        nodes = DEFAULT_NODES if nodes is None else nodes
+        if isinstance(nodes, int):
+            if nodes < 1:
+                raise ValueError(f"A draft tree has at least its root; found nodes={nodes}, expected 1 or more.")
+            return FixedPlanner(nodes)
+        if nodes != "auto":
+            raise ValueError(f'nodes={nodes!r}: expected a number of nodes, or "auto".')
+        if isinstance(drafter, PlainDrafter):
+            return FixedPlanner(1)
+        if drafter not in self._planners:
+            self._planners[drafter] = CostPlanner(Costs(self.target, drafter), MOST_NODES, self.expected_length)
+        return self._planners[drafter]
+
     @property
     def default_nodes(self) -> int:
-        """Nodes of a tree when the caller names none."""
-        return self.drafter.config.nodes if isinstance(self.drafter, Head) else DEFAULT_NODES
+        """Nodes of trees of a fixed size that the drafter was made for."""
+        return self.drafter.config.nodes if isinstance(self.drafter, Head) else FIXED_NODES
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as ``transformers`` would, with the same arguments and the same result.
 
         Args:
-            nodes: most nodes of a draft tree, the root included.
+            nodes: most nodes of a draft tree, the root included; ``"auto"``, the default, makes trees as large as
+                pays on this machine, which is measured once, and decodes plainly where drafting does not pay.
             drafter: another drafter for this call, an object or a name (``"none"`` decodes plainly).
             drawn: for sampling: draw the drafter's children at random and accept by rejection, instead of taking its
                 likeliest tokens.  Both are exact.
@@ -111,7 +138,7 @@ class SpeculativeModel:
 def speculate(
     model: SpeculativeModel,
     *,
-    nodes: int | None = None,
+    nodes: int | str | None = None,
     drafter: str | Drafter | None = None,
     drawn: bool = False,
     on_token: TokenListener | None = None,
@@ -130,10 +157,7 @@ def speculate(
         drafter = model.drafter
     elif isinstance(drafter, str):
         drafter = drafter_by_name(drafter)
-    if nodes is None:
-        nodes = model.default_nodes
-    if nodes < 1:
-        raise ValueError(f"A draft tree has at least its root; found nodes={nodes}, expected 1 or more.")
+    planner = model.planner(drafter, nodes)
     refuse_foreign_past(past, model.target)
 
     def decode(
@@ -162,7 +186,7 @@ def speculate(
         if drawn and generation_config.do_sample:
             draw = Draw(generation_config.temperature or 1.0, generator)
         settings = DecodeSettings(
-            nodes,
+            planner,
             draw,
             keep_scores=wants_dict and bool(generation_config.output_scores),
             keep_logits=wants_dict and bool(generation_config.output_logits),
@@ -180,6 +204,7 @@ def speculate(
         kept_past = past if past is not None else Past(model.target) if wants_dict and batch_size == 1 else None
         padded = input_ids.tolist()
         with model.lock:
+            planner.prepare(batch_size)
             rows = decoder.run(real_tokens(padded, model_kwargs.get("attention_mask")), padded, kept_past)
         if streamer is not None:
             streamer.end()

@@ -22,6 +22,7 @@ class TokenTree:
         depths: ``[B, N]`` number of drafted tokens on the path from the root to the node, both ends included; the
             root has depth 0.
         valid: ``[B, N]``; False marks padding nodes, which are never accepted.
+        worth: ``[B, N]`` how likely the drafter holds each node to be accepted, where it can tell; 1 at the root.
         log_q: ``[B, N]`` the drafter's log-probability of each node given its parent, where it has one.
         q: ``[B, N, V]`` for trees whose children were *drawn*: the distribution that each node's children were drawn
             from, without replacement, in index order.  None means that the tree does not depend on random draws
@@ -34,6 +35,7 @@ class TokenTree:
     valid: Tensor
     log_q: Tensor | None = None
     q: Tensor | None = None
+    worth: Tensor | None = None
 
     @classmethod
     def root_only(cls, pending: Tensor) -> TokenTree:
@@ -111,6 +113,7 @@ class TokenTree:
             self.valid[rows],
             pick(self.log_q),
             pick(self.q),
+            pick(self.worth),
         )
 
 

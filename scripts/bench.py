@@ -24,7 +24,7 @@ from mtp.attention import AttentionPass
 from mtp.cache import TreeCache
 from mtp.checkpoint import load_head
 from mtp.compat import cache_argument
-from mtp.drafters import Drafter, TargetStates
+from mtp.drafters import Budget, Drafter, TargetStates
 from mtp.target import Target
 from mtp.tree import TokenTree
 
@@ -50,7 +50,7 @@ def transformers_step(target: Target, cache: DynamicCache, token: torch.Tensor) 
 
 def draft(drafter: Drafter, states: TargetStates, pending: torch.Tensor, nodes: int) -> None:
     drafter.observe(states)
-    drafter.propose(pending, nodes)
+    drafter.propose(pending, Budget(nodes))
 
 
 def variants(target: Target, head: Drafter | None, context: int, nodes: list[int]) -> dict[str, Callable[[], None]]:
@@ -70,7 +70,7 @@ def variants(target: Target, head: Drafter | None, context: int, nodes: list[int
     if head is not None:
         states = TargetStates(ids, output.hidden, output.taps, torch.tensor([context], device=ids.device))
         head.start(states, context + 4096)
-        head.propose(ids[:, 0], max(nodes))
+        head.propose(ids[:, 0], Budget(max(nodes)))
         taps_tail = None if output.taps is None else output.taps[:, -2:]
         tail = TargetStates(ids[:, -2:], output.hidden[:, -2:], taps_tail, torch.tensor([2], device=ids.device))
         for count in nodes[1:]:

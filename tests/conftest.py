@@ -23,3 +23,10 @@ settings.load_profile("mtp")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _trees_of_a_fixed_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What pays depends on the machine; tests draft in every round unless they ask for ``nodes="auto"``."""
+    monkeypatch.setattr("mtp.model.DEFAULT_NODES", 16)
+    monkeypatch.setenv("MTP_CACHE", str(tmp_path / "cache"))

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mtp.drafters import Drafter, Draw, TargetStates
+from mtp.drafters import Budget, Drafter, Draw, TargetStates
 from mtp.heads import HEADS, Head
 from mtp.target import Target
 from mtp.tree import TokenTree
@@ -177,6 +177,9 @@ def padded(prompts: Sequence[Sequence[int]], side: str = "left", pad: int = PAD)
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
+FOUR = random_prompts([4, 11, 7, 1], seed=4)  # the second is longer than the sliding window
+
+
 def random_parents(rng: random.Random, nodes: int) -> list[int]:
     """Any tree whose parents come before their children."""
     return [-1] + [rng.randrange(node) for node in range(1, nodes)]
@@ -232,7 +235,7 @@ class OracleDrafter(Drafter):
         self.known = [1] * len(self.rows)
         self.rounds = 0
 
-    def propose(self, pending: Tensor, nodes: int, draw: Draw | None = None) -> TokenTree:
+    def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
         right = self.lengths[self.rounds % len(self.lengths)]
         self.rounds += 1
         count = 1 + right + self.clutter

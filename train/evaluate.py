@@ -96,7 +96,7 @@ def decode_acceptance(
                     repetition_penalty=1.0,  # answers are distilled without the target's own penalties
                     no_repeat_ngram_size=0,
                     max_new_tokens=max_new_tokens,
-                    nodes=nodes,
+                    nodes=nodes or model.default_nodes,
                     pad_token_id=0,
                     return_dict_in_generate=True,
                 )

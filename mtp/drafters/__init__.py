@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtp.drafters.base import Drafter, Draw, TargetStates
+from mtp.drafters.base import Budget, Drafter, Draw, RoundCosts, TargetStates
 from mtp.drafters.plain import PlainDrafter
 
 DRAFTERS: dict[str, type[Drafter]] = {"none": PlainDrafter}
@@ -19,4 +19,13 @@ def drafter_by_name(name: str) -> Drafter:
     return DRAFTERS[name]()
 
 
-__all__ = ["DRAFTERS", "Drafter", "Draw", "PlainDrafter", "TargetStates", "drafter_by_name"]
+__all__ = [
+    "DRAFTERS",
+    "Budget",
+    "Drafter",
+    "Draw",
+    "PlainDrafter",
+    "RoundCosts",
+    "TargetStates",
+    "drafter_by_name",
+]

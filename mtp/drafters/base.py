@@ -33,10 +33,87 @@ class TargetStates:
         """``[B, T]`` True at real tokens."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.counts[:, None]
 
+    def then(self, later: TargetStates) -> TargetStates:
+        """These states and, behind each row's last real one, those of the tokens that follow."""
+        if later.tokens.shape[0] != self.tokens.shape[0]:
+            raise ValueError(f"Found states of {later.tokens.shape[0]} rows to follow those of {self.tokens.shape[0]}.")
+        counts = self.counts + later.counts
+        width = int(counts.max())
+        place = torch.arange(width, device=counts.device).expand(len(counts), -1)
+        # Where each column comes from, in the two side by side.
+        source = torch.where(place < self.counts[:, None], place, place - self.counts[:, None] + self.tokens.shape[1])
+        source = source.clamp_max(self.tokens.shape[1] + later.tokens.shape[1] - 1)
+
+        def join(first: Tensor, second: Tensor) -> Tensor:
+            both = torch.cat([first, second], dim=1)
+            index = source if both.dim() == 2 else source[..., None].expand(-1, -1, both.shape[2])
+            return both.gather(1, index)
+
+        taps = None if self.taps is None or later.taps is None else join(self.taps, later.taps)
+        return TargetStates(join(self.tokens, later.tokens), join(self.hidden, later.hidden), taps, counts)
+
     def select_rows(self, rows: Tensor) -> TargetStates:
         """The states of these rows only."""
         taps = None if self.taps is None else self.taps[rows]
         return TargetStates(self.tokens[rows], self.hidden[rows], taps, self.counts[rows])
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds of the parts of one round, for the batch and context at hand.
+
+    Attributes:
+        verify: of verifying n nodes a row, for n from 0 (which costs nothing and commits nothing) upwards.
+        first: of the first pass of the drafter.
+        level: of each further one.
+        other: of everything else in a round.
+        trust: accepted guesses over those that the drafter's confidences promised, of late.
+    """
+
+    verify: tuple[float, ...]
+    first: float
+    level: float
+    other: float
+    trust: float = 1.0
+
+    @property
+    def plain(self) -> float:
+        """Of a round without drafting."""
+        return self.verify[1] + self.other
+
+    def best(self, worths: Tensor, levels: int) -> tuple[int, float]:
+        """The size of tree with the most expected tokens a second after ``levels`` passes of the drafter.
+
+        Args:
+            worths: ``[B, C]`` the probability of each candidate to be accepted.
+
+        Returns:
+            nodes a row, the root included, and tokens a second of a row.
+        """
+        count = min(worths.shape[1], len(self.verify) - 2)
+        accepted = worths.topk(count, dim=1).values.mean(0).cumsum(0).tolist() if count > 0 else []
+        spent = self.first + self.level * (levels - 1) + self.other
+        rates = [
+            (1 + self.trust * kept) / (spent + self.verify[nodes])
+            for nodes, kept in enumerate([0.0, *accepted], start=1)
+        ]
+        best = max(range(len(rates)), key=rates.__getitem__)
+        return best + 1, rates[best]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much a drafter may propose.
+
+    Attributes:
+        nodes: most nodes a row, the root included.
+        levels: most passes of the drafter, one after the other; None for as many as it finds useful.
+        costs: what passes and nodes cost; the drafter then proposes what pays.  None makes trees as large as allowed.
+    """
+
+    nodes: int
+    levels: int | None = None
+    costs: RoundCosts | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +146,8 @@ class Draw:
 class Drafter(ABC):
     """Guesses; the target decides.
 
-    The round loop calls ``start`` once with the states of the prompts, then ``propose`` and ``observe`` in turn.
+    The round loop calls ``start`` once with the states of the prompts, then ``propose`` and ``observe`` in turn.  In
+    rounds that are decoded plainly ``propose`` is left out.
 
     Attributes:
         taps: ids of the hidden layers it reads (see ``Target.default_taps``); the target is asked for these.
@@ -85,12 +163,12 @@ class Drafter(ABC):
         """Begin a batch.  ``capacity`` is the number of tokens the longest row may reach."""
 
     @abstractmethod
-    def propose(self, pending: Tensor, nodes: int, draw: Draw | None = None) -> TokenTree:
+    def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
         """Guess what follows each row's pending token.
 
         Args:
             pending: ``[B]`` tokens already chosen, whose states are not known yet.
-            nodes: most nodes a row, the root included.
+            budget: how much to propose at most.
             draw: draw children at random instead of taking the most likely ones.
         """
 

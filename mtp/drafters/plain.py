@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mtp.drafters.base import Drafter, Draw, TargetStates
+from mtp.drafters.base import Budget, Drafter, Draw, TargetStates
 from mtp.tree import TokenTree
 
 
@@ -14,7 +14,7 @@ class PlainDrafter(Drafter):
     def start(self, states: TargetStates, capacity: int) -> None:
         pass
 
-    def propose(self, pending: Tensor, nodes: int, draw: Draw | None = None) -> TokenTree:
+    def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
         return TokenTree.root_only(pending)
 
     def observe(self, states: TargetStates) -> None:

@@ -10,21 +10,22 @@ Positions.  The entry at position t holds token ``t + 1`` and the target's state
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 from mtp.attention import AttentionPass, attend
 from mtp.cache import TreeCache
-from mtp.drafters.base import Draw, TargetStates
+from mtp.drafters.base import Budget, Draw, TargetStates
+from mtp.growth import BestFirstGrowth, drawn_widths
 from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
 from mtp.heads.layers import GatedMLP, Rotary, gather_positions, rope_parameters, unit_scale
 from mtp.heads.unrolling import attend_with_own, base_ranges, spread
 from mtp.heads.warmstart import RidgeRegression, carry_linear_map
 from mtp.packing import PackedLinears
-from mtp.planner import BestFirstGrowth, drawn_widths
 from mtp.target import Target
 from mtp.tree import TokenTree
 
@@ -36,6 +37,8 @@ class Eagle3Config(HeadConfig):
     Attributes:
         depth: longest path of drafted tokens in a tree.
         width: nodes expanded a level.
+        calibration: for each depth from 1 on, offset and slope of the logit of being accepted over the logit of the
+            head's own probability, fitted to held-out text; empty where that was not measured.
     """
 
     num_heads: int = 8
@@ -46,6 +49,7 @@ class Eagle3Config(HeadConfig):
     rope_parameters: dict[str, Any] = field(default_factory=dict)
     depth: int = 6
     width: int = 6
+    calibration: tuple[tuple[float, float], ...] = ()
 
 
 class Eagle3Layer(nn.Module):
@@ -83,7 +87,7 @@ class Eagle3State:
     """One generation: entries that were read, and the target's states that wait for the token after them."""
 
     cache: TreeCache
-    unread: TargetStates
+    unread: TargetStates | None
 
 
 class Eagle3Head(Head):
@@ -233,12 +237,14 @@ class Eagle3Head(Head):
 
     @torch.no_grad()
     def observe(self, states: TargetStates) -> None:
-        self.state.unread = states
+        unread = self.state.unread
+        self.state.unread = states if unread is None else unread.then(states)
 
     @torch.no_grad()
     def select_rows(self, rows: Tensor) -> None:
         cache = self.state.cache
         cache.select_rows(rows, int(cache.lengths[rows].max()))
+        assert self.state.unread is not None
         self.state.unread = self.state.unread.select_rows(rows)
 
     @torch.no_grad()
@@ -246,15 +252,16 @@ class Eagle3Head(Head):
         """The entry at a position holds the token after it: the last one that is known to stay is one token short."""
         kept = max(min(length - 1, int(self.state.cache.lengths[0])), 0)
         self.state.cache.crop(kept)
+        self.state.unread = None
         return kept
 
     @torch.no_grad()
-    def propose(self, pending: Tensor, nodes: int, draw: Draw | None = None) -> TokenTree:
+    def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
         with self._packed.active():
             hidden, logits = self._read(pending)
             if draw is None:
-                return self._grow_best_first(pending, nodes, hidden, logits)
-            return self._grow_drawn(pending, nodes, hidden, logits, draw)
+                return self._grow_best_first(pending, budget, hidden, logits)
+            return self._grow_drawn(pending, budget, hidden, logits, draw)
 
     def _read(self, pending: Tensor) -> tuple[Tensor, Tensor]:
         """Enter what was committed since the last call, and guess what follows the pending tokens.
@@ -262,6 +269,7 @@ class Eagle3Head(Head):
         Returns hidden states ``[B, 1, H]`` and logits ``[B, 1, Vd]`` of the roots.
         """
         states, layer, cache = self.state.unread, self.midlayer, self.state.cache
+        assert states is not None
         assert states.taps is not None
         last = (states.counts - 1)[:, None]
         following = torch.cat([states.tokens[:, 1:], pending[:, None]], dim=1).scatter(1, last, pending[:, None])
@@ -281,13 +289,14 @@ class Eagle3Head(Head):
         everything = torch.arange(entries.shape[1], device=entries.device).expand(entries.shape[0], -1)
         longest = int((cache.lengths + states.counts).max())
         cache.commit(everything, states.counts, longest)
+        self.state.unread = None
         return hidden, self.lm_head(self.norm(hidden))
 
-    def _grow_best_first(self, pending: Tensor, nodes: int, hidden: Tensor, logits: Tensor) -> TokenTree:
-        growth = BestFirstGrowth(pending, nodes, self.config.width)
+    def _grow_best_first(self, pending: Tensor, budget: Budget, hidden: Tensor, logits: Tensor) -> TokenTree:
+        growth = BestFirstGrowth(pending, budget, self.config.width, self._calibrated)
         growth.add(torch.log_softmax(logits.float(), dim=-1), self.draft_ids)
         for depth in range(1, self.config.depth):
-            if growth.is_settled():
+            if not growth.pays_to_go_on():
                 break
             tokens, picked, mask = growth.frontier()
             hidden, logits = self._step(tokens, gather_positions(hidden, picked), mask, depth)
@@ -295,11 +304,11 @@ class Eagle3Head(Head):
         self.state.cache.discard()
         return growth.tree()
 
-    def _grow_drawn(self, pending: Tensor, nodes: int, hidden: Tensor, logits: Tensor, draw: Draw) -> TokenTree:
-        branching, expanded = drawn_widths(nodes, self.config.depth)
+    def _grow_drawn(self, pending: Tensor, budget: Budget, hidden: Tensor, logits: Tensor, draw: Draw) -> TokenTree:
+        branching, expanded = drawn_widths(budget.nodes, min(self.config.depth, budget.levels or self.config.depth))
         if not expanded:
             return TokenTree.root_only(pending)
-        growth = BestFirstGrowth(pending, nodes, width=branching)
+        growth = BestFirstGrowth(pending, budget, width=branching)
         for depth, width in enumerate(expanded):
             if depth > 0:
                 tokens, picked, mask = growth.frontier(width)
@@ -322,6 +331,17 @@ class Eagle3Head(Head):
         attended = attend(query, key, value, mask, self.config.head_dim**-0.5).flatten(2)
         hidden = layer.finish(parents_hidden, attended)
         return hidden, self.lm_head(self.norm(hidden))
+
+    def _calibrated(self, log_q: Tensor, depth: int) -> Tensor:
+        """Log-probability of being accepted, from the head's own; see ``Eagle3Config.calibration``."""
+        if not self.config.calibration:
+            return log_q
+        offset, slope = self.config.calibration[min(depth, len(self.config.calibration)) - 1]
+        return F.logsigmoid(offset + slope * torch.logit(log_q.exp(), eps=1e-6))
+
+    def set_calibration(self, calibration: tuple[tuple[float, float], ...]) -> None:
+        """Use these measured curves from now on."""
+        self.config = replace(self.config, calibration=calibration)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.target.embed(tokens).to(self.fc.weight)

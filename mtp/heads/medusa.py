@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from mtp.drafters.base import Draw, TargetStates
+from mtp.drafters.base import Budget, Draw, TargetStates
 from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
 from mtp.heads.warmstart import RidgeRegression
 from mtp.packing import PackedLinears
-from mtp.planner import static_tree
+from mtp.static_tree import best_static_tree, static_tree
 from mtp.target import Target
 from mtp.tree import TokenTree
 
@@ -144,8 +144,11 @@ class MedusaHead(Head):
         return length
 
     @torch.no_grad()
-    def propose(self, pending: Tensor, nodes: int, draw: Draw | None = None) -> TokenTree:
-        tree = static_tree(self.config.accuracies(), nodes)
+    def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
+        if budget.costs is None:
+            tree = static_tree(self.config.accuracies(), budget.nodes)
+        else:
+            tree = best_static_tree(self.config.accuracies(), budget.nodes, budget.costs)
         depth = max(tree.depths)
         if depth == 0:
             return TokenTree.root_only(pending)
@@ -166,6 +169,7 @@ class MedusaHead(Head):
             depths=depths.expand(batch, -1),
             valid=torch.ones(batch, len(tree.parents), dtype=torch.bool, device=device),
             log_q=torch.cat([log_q.new_zeros(batch, 1), log_q], dim=1),
+            worth=torch.tensor(tree.worths, device=device).expand(batch, -1),
             q=None if draw is None else self._dense_q(log_probs, depths),
         )
 

@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 from mtp.attention import AttentionPass
-from mtp.drafters import Draw, TargetStates
-from mtp.planner import BestFirstGrowth, drawn_widths, static_tree
+from mtp.drafters import Budget, Draw, TargetStates
+from mtp.growth import BestFirstGrowth, drawn_widths
 from mtp.sampling import TargetSampler
+from mtp.static_tree import static_tree
 from mtp.tree import TokenTree
 from mtp.verify import Randomness, reject_row, verdict_of, walk, walk_row
 
@@ -200,7 +201,7 @@ def grow_drawn(q: Table, branching: int, expanded: list[int], prune: int = 0) ->
     """EAGLE-3's drawn growth (`_grow_drawn`) over a table: only the best of the drawn children are expanded."""
 
     def propose(branches: Branches) -> TokenTree:
-        growth = BestFirstGrowth(torch.zeros(1, dtype=torch.long), nodes=64, width=branching)
+        growth = BestFirstGrowth(torch.zeros(1, dtype=torch.long), Budget(64), width=branching)
         draw = EveryDraw(branches=branches)
         tokens_of: list[Tokens] = [()]
         for depth, width in enumerate(expanded):
@@ -309,7 +310,7 @@ def test_walk_is_exact_on_trees_of_any_shape() -> None:
 
 def test_pruning_top_k_children_by_value_keeps_the_walk_exact() -> None:
     p, q = Table(3), Table(4)
-    growth = BestFirstGrowth(torch.zeros(1, dtype=torch.long), nodes=4, width=3)
+    growth = BestFirstGrowth(torch.zeros(1, dtype=torch.long), Budget(4), width=3)
     growth.add(q(()).log()[None, None], torch.arange(V))
     tokens, _, _ = growth.frontier()
     growth.add(torch.stack([q((token,)).log() for token in tokens[0].tolist()])[None], torch.arange(V))
@@ -402,7 +403,7 @@ def head_proposals(family: str, nodes: int, draft_vocab: int, steps: int = 2) ->
 
     def propose(branches: Branches) -> TokenTree:
         head.start(TargetStates(ids, output.hidden, output.taps, torch.tensor([3])), 16)
-        return head.propose(torch.tensor([2]), nodes, EveryDraw(temperature=1.3, branches=branches))
+        return head.propose(torch.tensor([2]), Budget(nodes), EveryDraw(temperature=1.3, branches=branches))
 
     return propose
 

@@ -33,7 +33,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import mtp
-from mtp.drafters import Drafter, Draw
+from mtp.drafters import Budget, Drafter, Draw
 from mtp.heads import HEADS
 from mtp.model import SpeculativeModel
 from mtp.target import Target
@@ -473,10 +473,10 @@ def test_streaming_a_batch_is_refused_with_a_reason() -> None:
 class Failing(OracleDrafter):
     """Fails in the middle of a generation."""
 
-    def propose(self, pending: Tensor, nodes: int, draw: Draw | None = None) -> TokenTree:
+    def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
         if self.rounds == 2:
             raise RuntimeError("the drafter failed")
-        return super().propose(pending, nodes, draw)
+        return super().propose(pending, budget, draw)
 
 
 def traces(model: PreTrainedModel) -> dict[str, Any]:
