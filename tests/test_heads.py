@@ -131,7 +131,7 @@ def test_a_head_trained_to_convergence_on_one_sample_is_accepted_nearly_always(f
         loss.backward()
         optimizer.step()
     output = SpeculativeModel(target, head.eval()).generate(
-        **padded(prompt), max_new_tokens=24, do_sample=False, return_dict_in_generate=True
+        **padded(prompt), max_new_tokens=24, do_sample=False, nodes=24, return_dict_in_generate=True
     )
     assert output.sequences[0, 6:].tolist() == answer
     # 23 tokens after the first, in rounds of at most steps + 1.
