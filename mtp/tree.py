@@ -24,8 +24,8 @@ class TokenTree:
         valid: ``[B, N]``; False marks padding nodes, which are never accepted.
         log_q: ``[B, N]`` the drafter's log-probability of each node given its parent, where it has one.
         q: ``[B, N, V]`` for trees whose children were *drawn*: the distribution that each node's children were drawn
-            from, without replacement, in index order.  None means that the tree does not depend on random draws
-            (top-k children), which is what the plain walk needs to be exact.
+            from, without replacement, in index order, each node's on their own.  None means that the tree does not
+            depend on random draws (top-k children), which is what the plain walk needs to be exact.
     """
 
     tokens: Tensor
