@@ -12,6 +12,7 @@ from mtp.drafters import DRAFTERS, Drafter
 from mtp.heads import HEADS, Head
 from mtp.model import SpeculativeModel, SpeculativeOutput, speculate
 from mtp.past import Past
+from mtp.rules import available_rules
 from mtp.stats import AcceptanceStats
 from mtp.target import Target, UnsupportedTargetError
 from mtp.tree import TokenTree
@@ -68,6 +69,7 @@ __all__ = [
     "UnsupportedTargetError",
     "available_drafters",
     "available_heads",
+    "available_rules",
     "load",
     "save_checkpoint",
     "speculate",

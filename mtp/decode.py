@@ -123,6 +123,10 @@ class Decoder:
         self.on_token = on_token
         self.stats = AcceptanceStats()
         self._lengths: list[int] = []
+        if not sampler.rule.exact:
+            self.stats.notes.append(
+                f"rule={sampler.rule.name!r} is lossy: the text is not distributed as the target's own"
+            )
         if sampler.processors.token_processors:
             names = ", ".join(sampler.processors.token_processors)
             self.stats.notes.append(f"{names} depend on the tokens before a node: distributions computed node by node")

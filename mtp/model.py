@@ -24,6 +24,7 @@ from mtp.heads import Head
 from mtp.past import Past
 from mtp.planner import CostPlanner, FixedPlanner, Planner
 from mtp.refusals import refuse_foreign_past, refuse_unsupported_arguments, refuse_unsupported_settings
+from mtp.rules import AUTO, rule_for
 from mtp.sampling import TargetSampler
 from mtp.stats import AcceptanceStats
 from mtp.target import Target
@@ -115,8 +116,8 @@ class SpeculativeModel:
             nodes: most nodes of a draft tree, the root included; ``"auto"``, the default, makes trees as large as
                 pays on this machine, which is measured once, and decodes plainly where drafting does not pay.
             drafter: another drafter for this call, an object or a name (``"none"`` decodes plainly).
-            drawn: for sampling: draw the drafter's children at random and accept by rejection, instead of taking its
-                likeliest tokens.  Both are exact.
+            rule: of acceptance: one of ``mtp.available_rules()``.  All are exact but ``"typical"``, which says so in
+                ``acceptance.notes``; ``"auto"``, the default, is the walk.
             on_token: called with ``(row, token, kept)`` as soon as a token is committed, for every token in order;
                 ``kept`` says whether the drafter had guessed it.  Unlike a streamer it takes batches too.
             generator: source of all random draws; torch's default one (``torch.manual_seed``) when left out.
@@ -129,7 +130,7 @@ class SpeculativeModel:
             ValueError: for what cannot be drafted for (beam search, scores of every step ...), saying why.
         """
         refuse_unsupported_arguments(kwargs)
-        names = ("nodes", "drafter", "drawn", "on_token", "generator", "past")
+        names = ("nodes", "drafter", "rule", "on_token", "generator", "past")
         own = {name: kwargs.pop(name) for name in names if name in kwargs}
         decode = speculate(self, **own, streamer=kwargs.get("streamer"))
         return self.target.causal_lm.generate(*args, custom_generate=decode, **with_stop_strings(kwargs))
@@ -140,7 +141,7 @@ def speculate(
     *,
     nodes: int | str | None = None,
     drafter: str | Drafter | None = None,
-    drawn: bool = False,
+    rule: str = AUTO,
     on_token: TokenListener | None = None,
     generator: torch.Generator | None = None,
     past: Past | None = None,
@@ -179,12 +180,11 @@ def speculate(
             raise ValueError("Rows that end at different lengths need a pad_token_id (there is no end token).")
         batch_size = input_ids.shape[0]
         wants_dict = bool(generation_config.return_dict_in_generate)
+        chosen = rule_for(rule, generation_config.do_sample)
         sampler = TargetSampler(
-            logits_processor, generation_config.do_sample, batch_size, randomness=Randomness(generator)
+            logits_processor, generation_config.do_sample, batch_size, Randomness(generator), chosen
         )
-        draw = None
-        if drawn and generation_config.do_sample:
-            draw = Draw(generation_config.temperature or 1.0, generator)
+        draw = Draw(generation_config.temperature or 1.0, generator) if chosen.drawn else None
         settings = DecodeSettings(
             planner,
             draw,

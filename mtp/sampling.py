@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from mtp.processors import RowProcessors
+from mtp.rules import RULES, Rule
 from mtp.tree import TokenTree
-from mtp.verify import Randomness, Verdict, reject_row, verdict_of, walk, walk_row
+from mtp.verify import Randomness, RowVerdict, Verdict, verdict_of, walk, walk_row
 
 
 class NodeScores:
@@ -79,6 +80,10 @@ class TargetSampler:
         do_sample: draw from the processed distribution instead of taking its mode.
         batch_size: rows of the caller's batch.
         randomness: the source of draws.
+        rule: of acceptance; see ``mtp.rules``.
+
+    Raises:
+        ValueError: if a processor may keep a state from token to token and the rule would mix up its tokens.
     """
 
     def __init__(
@@ -87,10 +92,17 @@ class TargetSampler:
         do_sample: bool,
         batch_size: int = 1,
         randomness: Randomness | None = None,
+        rule: Rule = RULES["walk"],
     ):
         self.processors = RowProcessors(processors, batch_size)
         self.do_sample = do_sample
         self.randomness = randomness or Randomness()
+        self.rule = rule
+        if self.processors.in_order and not rule.in_order:
+            raise ValueError(
+                f"{', '.join(self.processors.in_order)} may keep a state from token to token, and rule={rule.name!r} "
+                "asks about the tokens of a tree in another order. Use rule='walk' or rule='rejection'."
+            )
 
     def choose(self, scores: Tensor) -> Tensor:
         """A token for each row of processed ``scores [M, V]``."""
@@ -105,33 +117,36 @@ class TargetSampler:
         return NodeScores(self.processors, tree, logits, prefixes, places)
 
     def verify(self, scores: NodeScores) -> Verdict:
-        """Apply the exact rule that fits the tree and the settings."""
+        """Decide what is kept, by the rule; by the walk where nothing was drawn for a rule that is for draws."""
         tree = scores.tree
-        rejects = tree.is_drawn and self.do_sample
+        if self.do_sample and tree.is_drawn and not self.rule.drawn:
+            raise ValueError(f"rule={self.rule.name!r} is for trees that depend on no draws; this one was drawn.")
+        rule = self.rule if self.do_sample and tree.is_drawn == self.rule.drawn else RULES["walk"]
         # On a CPU a warper or a draw costs as much for each node (a sort of the vocabulary): only what is reached is
         # processed.  Elsewhere one launch for all nodes is cheaper than a round trip for each.
         free = not self.processors and not self.do_sample
         together = self.processors.logits_only and (free or scores.logits.device.type != "cpu")
-        if together and not rejects:
+        if together and rule.name == "walk":
             everywhere = scores.everywhere()
             return walk(tree, self.choose(everywhere.flatten(0, 1)).view(tree.tokens.shape))
-        verify_row = self._reject_row if rejects else self._walk_row
-        return verdict_of([verify_row(scores, row) for row in range(tree.batch_size)], tree.tokens.device)
+        verify_row = self._sampled_row if self.do_sample else self._greedy_row
+        return verdict_of([verify_row(scores, row, rule) for row in range(tree.batch_size)], tree.tokens.device)
 
-    def _walk_row(self, scores: NodeScores, row: int) -> tuple[list[int], int]:
+    def _greedy_row(self, scores: NodeScores, row: int, rule: Rule) -> RowVerdict:
         tree = scores.tree
-        return walk_row(
-            tree.children(row), tree.tokens[row].tolist(), lambda node: int(self.choose(scores(row, node)[None]))
-        )
+        return walk_row(tree.children(row), tree.tokens[row].tolist(), lambda node: int(scores(row, node).argmax()))
 
-    def _reject_row(self, scores: NodeScores, row: int) -> tuple[list[int], int]:
+    def _sampled_row(self, scores: NodeScores, row: int, rule: Rule) -> RowVerdict:
         tree = scores.tree
-        assert tree.q is not None
-        q = tree.q[row]
-        return reject_row(
+
+        def draft_probs(node: int) -> Tensor:
+            assert tree.q is not None
+            return tree.q[row, node]
+
+        return rule.verify_row(
             tree.children(row),
             tree.tokens[row].tolist(),
             lambda node: scores(row, node).softmax(-1),
-            lambda node: q[node],
+            draft_probs,
             self.randomness,
         )

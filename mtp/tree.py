@@ -25,8 +25,8 @@ class TokenTree:
         worth: ``[B, N]`` how likely the drafter holds each node to be accepted, where it can tell; 1 at the root.
         log_q: ``[B, N]`` the drafter's log-probability of each node given its parent, where it has one.
         q: ``[B, N, V]`` for trees whose children were *drawn*: the distribution that each node's children were drawn
-            from, without replacement, in index order.  None means that the tree does not depend on random draws
-            (top-k children), which is what the plain walk needs to be exact.
+            from, without replacement, in index order, each node's on their own.  None means that the tree does not
+            depend on random draws (top-k children), which is what the plain walk needs to be exact.
     """
 
     tokens: Tensor

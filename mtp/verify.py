@@ -1,6 +1,19 @@
 """Acceptance rules: which path of a tree to keep, and the token that follows it.
 
-All rules here are exact: the tokens they commit are distributed as the target's own (see ``tests/exactness``).
+All rules here are exact: the tokens they commit are distributed as the target's own, which ``tests/exactness`` proves
+by following every branch of their randomness.  ``mtp/rules.py`` gives them names.
+
+``walk`` takes a batch at once.  The rules for one row share a signature, so that a caller need not know which it calls:
+
+    children: of every node, in the order in which they were drawn, where they were.
+    tokens: of every node.
+    target_probs: ``[V]`` the target's processed distribution at a node; asked for at most once a node, and only at
+        nodes where the answer matters, since processors may take as long as a pass over a small model.
+    draft_probs: ``[V]`` what a node's children were drawn from; asked for only by rules for drawn children, at nodes
+        that have some.
+    randomness: the source of every random choice.
+
+They return the path of nodes, root first, and the token that follows it.
 """
 
 from __future__ import annotations
@@ -12,6 +25,9 @@ import torch
 from torch import Tensor
 
 from mtp.tree import TokenTree
+
+Distribution = Callable[[int], Tensor]  # ``[V]`` at a node
+RowVerdict = tuple[list[int], int]
 
 
 @dataclass(frozen=True)
@@ -35,10 +51,10 @@ class Randomness:
     def __init__(self, generator: torch.Generator | None = None):
         self.generator = generator
 
-    def accept(self, probability: Tensor) -> bool:
-        """True with the given probability (a scalar tensor)."""
-        uniform = torch.rand((), generator=self.generator, device=probability.device, dtype=probability.dtype)
-        return bool(uniform < probability)
+    def accept(self, probability: float) -> bool:
+        """True with the given probability."""
+        device = "cpu" if self.generator is None else self.generator.device
+        return float(torch.rand((), generator=self.generator, device=device, dtype=torch.float64)) < probability
 
     def draw(self, weights: Tensor) -> int:
         """An index of ``weights [V]`` (non-negative, not necessarily summing to one) with proportional probability."""
@@ -67,16 +83,11 @@ def walk(tree: TokenTree, choices: Tensor) -> Verdict:
     return Verdict(path.clamp_max(tree.num_nodes - 1), counts, choices.gather(1, deepest)[:, 0])
 
 
-def walk_row(children: list[list[int]], tokens: list[int], choose: Callable[[int], int]) -> tuple[list[int], int]:
+def walk_row(children: list[list[int]], tokens: list[int], choose: Callable[[int], int]) -> RowVerdict:
     """The walk for one row, asking for the target's choice only at the nodes that it reaches.
 
     Args:
-        children: of every node.
-        tokens: of every node.
         choose: the target's token at a node.
-
-    Returns:
-        The path of nodes, root first, and the token that follows it.
     """
     path = [0]
     while True:
@@ -87,50 +98,130 @@ def walk_row(children: list[list[int]], tokens: list[int], choose: Callable[[int
         path.append(child)
 
 
+def sampled_walk_row(
+    children: list[list[int]],
+    tokens: list[int],
+    target_probs: Distribution,
+    draft_probs: Distribution,
+    randomness: Randomness,
+) -> RowVerdict:
+    """The walk with the target's choices drawn from its distribution; for top-k children, as ``walk``."""
+    return walk_row(children, tokens, lambda node: randomness.draw(target_probs(node)))
+
+
 def reject_row(
     children: list[list[int]],
     tokens: list[int],
-    target_probs: Callable[[int], Tensor],
-    draft_probs: Callable[[int], Tensor],
+    target_probs: Distribution,
+    draft_probs: Distribution,
     randomness: Randomness,
-) -> tuple[list[int], int]:
-    """Rejection sampling without replacement, for one row of a tree with drawn children.
+) -> RowVerdict:
+    """Rejection sampling without replacement, for drawn children.
 
     At a node with target distribution p and children drawn from q without replacement, in order: accept child x with
     probability min(1, p[x] / q[x]); after a refusal p becomes the normalised positive part of p - q, and q loses x.
     When all children are refused the next token is drawn from what is left of p.  (SpecInfer, arXiv 2305.09781, with
     the correction for draws without replacement of Yang et al., arXiv 2401.06706.)
-
-    Args:
-        target_probs: ``[V]`` the target's processed distribution at a node.
-        draft_probs: ``[V]`` what a node's children were drawn from; asked for only at nodes that have children.
-
-    Returns:
-        The path of nodes, root first, and the token that follows it.
     """
     path = [0]
-    while True:
-        node = path[-1]
-        p = target_probs(node).double()
-        accepted = None
-        q = draft_probs(node).double() if children[node] else p
-        for child in children[node]:
-            x = tokens[child]
-            q = q / q.sum()
-            if randomness.accept((p[x] / q[x]).clamp_max(1.0)):
-                accepted = child
+    while children[path[-1]]:
+        here = _Odds.at_first(target_probs(path[-1]), draft_probs(path[-1]))
+        for child in children[path[-1]]:
+            if randomness.accept(here.of_child(tokens[child])):
+                path.append(child)
                 break
-            rest = (p - q).clamp_min(0.0)
-            # Rounding can leave nothing over when p equals q; a refusal then had probability zero to begin with.
-            p = rest / rest.sum() if rest.sum() > 0 else p
-            q = q.clone()
-            q[x] = 0.0
-        if accepted is None:
-            return path, randomness.draw(p)
-        path.append(accepted)
+            here = here.after_refusing(tokens[child])
+        else:
+            return path, randomness.draw(here.p)
+    return path, randomness.draw(target_probs(path[-1]))
 
 
-def verdict_of(rows: list[tuple[list[int], int]], device: torch.device) -> Verdict:
+def traverse_row(
+    children: list[list[int]],
+    tokens: list[int],
+    target_probs: Distribution,
+    draft_probs: Distribution,
+    randomness: Randomness,
+) -> RowVerdict:
+    """Traversal verification, for drawn children: whole paths first, leaves up (Weng et al., arXiv 2505.12398).
+
+    A path is worth what its tokens are worth together, so a token that the target likes less than the drafter did can
+    be kept for a continuation that it likes more.  The weight a of a node is the probability of ending at it or below
+    it, given the draws that led there: 1 at the root, and min(1, a p[x] / q[x]) at its child x.  A leaf is accepted
+    with its weight.  A leaf that is refused is taken out and leaves its parent with r = (a p - q)+: p becomes
+    r / sum(r), q loses x, and a becomes sum(r) / (sum(r) + 1 - a).  A node that has lost all its children is a leaf.
+    The next token is drawn from what is left of p at the accepted one.
+
+    On a chain this is block verification (Sun et al., arXiv 2403.10444).  Every node's children must have been drawn
+    on their own: draws that one node shares with another are no longer random once a path through the other is refused.
+    """
+
+    def end_below(node: int, weight: float) -> RowVerdict | None:
+        """The path from ``node`` on; None if it is refused with all that is below it."""
+        if weight == 0:  # so has everything below: the target need not be asked
+            return None
+        p = None
+        if children[node]:
+            here = _Odds.at_first(target_probs(node), draft_probs(node), weight)
+            for child in children[node]:
+                found = end_below(child, here.of_child(tokens[child]))
+                if found is not None:
+                    return [node, *found[0]], found[1]
+                here = here.after_refusing(tokens[child])
+            weight, p = here.weight, here.p
+        if not randomness.accept(weight):
+            return None
+        return [node], randomness.draw(target_probs(node) if p is None else p)
+
+    found = end_below(0, 1.0)
+    assert found is not None  # the root's weight is 1, whatever is refused below it
+    return found
+
+
+@dataclass(frozen=True)
+class _Odds:
+    """What a node's children are held against while one after the other is refused.
+
+    Attributes:
+        weight: probability of ending at the node or below it, given the draws above.
+        p: ``[V]`` what is left of the target's distribution.
+        q: ``[V]`` what the next child was drawn from; zero once all that the drafter could draw is taken.
+    """
+
+    weight: float
+    p: Tensor
+    q: Tensor
+
+    @classmethod
+    def at_first(cls, p: Tensor, q: Tensor, weight: float = 1.0) -> _Odds:
+        """Before any refusal.  In float64: where p is near q, the difference of float32 numbers is mostly rounding."""
+        return cls(weight, _normalised(p.double()), _normalised(q.double()))
+
+    def of_child(self, x: int) -> float:
+        """The weight of the next child, ``x``; zero where the drafter had nothing left to draw."""
+        drawn_from = float(self.q[x])
+        return min(self.weight * float(self.p[x]) / drawn_from, 1.0) if drawn_from > 0 else 0.0
+
+    def after_refusing(self, x: int) -> _Odds:
+        rest = (self.weight * self.p - self.q).clamp_min(0.0)
+        mass = float(rest.sum())
+        ended = mass + (1.0 - self.weight)
+        q = self.q.clone()
+        q[x] = 0.0
+        return _Odds(
+            # Where nothing is left at weight 1, p equals q; the refusal then had probability zero to begin with.
+            weight=mass / ended if ended > 0 else self.weight,
+            p=rest / mass if mass > 0 else self.p,
+            q=_normalised(q),
+        )
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    total = weights.sum()
+    return weights / total if total > 0 else weights
+
+
+def verdict_of(rows: list[RowVerdict], device: torch.device) -> Verdict:
     """Put the results of a row-wise rule into tensors."""
     longest = max(len(path) for path, _ in rows)
     return Verdict(

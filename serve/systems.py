@@ -145,7 +145,7 @@ def _call_of(
         "return_dict_in_generate": True,
         "nodes": decoding.nodes,
         "drafter": "none" if system == PLAIN else None,
-        "drawn": decoding.drawn and system == DRAFTED,
+        "rule": "rejection" if decoding.drawn and system == DRAFTED else "auto",
         "on_token": None if clock is None else clock.on_token,
     }
 

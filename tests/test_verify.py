@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,9 +20,11 @@ from transformers import (
 )
 
 from mtp.processors import RowProcessors
+from mtp.rules import AUTO, RULES, available_rules, rule_for
 from mtp.sampling import TargetSampler
 from mtp.tree import TokenTree
-from mtp.verify import Randomness, reject_row, walk, walk_row
+from mtp.typical import DELTA, EPSILON, typical_row
+from mtp.verify import Randomness, reject_row, traverse_row, walk, walk_row
 
 
 @given(st.integers(0, 100_000), st.integers(1, 16), st.integers(1, 4), st.booleans())
@@ -63,37 +69,136 @@ def test_a_whole_accepted_chain_gives_a_bonus_token() -> None:
 class Never(Randomness):
     """Refuses whatever can be refused and remembers what is left to draw from."""
 
-    def accept(self, probability: torch.Tensor) -> bool:
-        return float(probability) >= 1
+    def accept(self, probability: float) -> bool:
+        return probability >= 1
 
     def draw(self, weights: torch.Tensor) -> int:
         self.left = weights
         return int(weights.argmax())
 
 
-def test_a_draw_that_the_target_rules_out_is_refused_and_never_drawn() -> None:
+DRAWN_RULES = pytest.mark.parametrize("rule", [reject_row, traverse_row])
+
+
+@DRAWN_RULES
+def test_a_draw_that_the_target_rules_out_is_refused_and_never_drawn(rule: Callable[..., Any]) -> None:
     p, q = torch.tensor([0.0, 0.4, 0.6]), torch.tensor([0.8, 0.1, 0.1])
     randomness = Never()
-    path, _ = reject_row([[1], []], [0, 0], lambda _: p, lambda _: q, randomness)
+    path, _ = rule([[1], []], [0, 0], lambda _: p, lambda _: q, randomness)
     assert path == [0]
     assert float(randomness.left[0]) == 0
     torch.testing.assert_close(randomness.left.sum(), torch.tensor(1.0, dtype=torch.float64))
 
 
-def test_children_of_no_probability_leave_the_target_as_it_is() -> None:
+@DRAWN_RULES
+def test_children_of_no_probability_leave_the_target_as_it_is(rule: Callable[..., Any]) -> None:
     """More children than tokens the drafter gives any probability: nothing may become NaN."""
     p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([1.0, 0.0, 0.0])
     randomness = Never()
-    path, token = reject_row([[1, 2, 3], [], [], []], [0, 0, 1, 2], lambda _: p, lambda _: q, randomness)
+    path, _ = rule([[1, 2, 3], [], [], []], [0, 0, 1, 2], lambda _: p, lambda _: q, randomness)
     assert path == [0]
-    assert not randomness.left.isnan().any()
-    assert token in (1, 2)
+    assert randomness.left.tolist() == [0.0, 0.5, 0.5]
 
 
-def test_identical_distributions_accept_the_first_child() -> None:
+@DRAWN_RULES
+def test_identical_distributions_accept_the_first_path(rule: Callable[..., Any]) -> None:
+    """In float32 too, where the drafter's and the target's softmax may round differently."""
     p = torch.tensor([0.2, 0.5, 0.3])
-    path, _ = reject_row([[1, 2], [], []], [0, 2, 1], lambda _: p, lambda _: p, Never())
-    assert path == [0, 1]
+    children, tokens = [[1, 2], [3], [], []], [0, 2, 1, 0]
+    path, _ = rule(children, tokens, lambda _: p, lambda _: p, Never())
+    assert path == [0, 1, 3]
+    nearly = p * (1 + 1e-7)
+    path, token = rule(children, tokens, lambda _: p, lambda _: nearly, Randomness(torch.Generator().manual_seed(0)))
+    assert path == [0, 1, 3]
+    assert token in range(3)
+
+
+@DRAWN_RULES
+def test_a_target_that_is_no_distribution_is_not_accepted_in_silence(rule: Callable[..., Any]) -> None:
+    """A processor that rules out every token leaves NaN: as in plain sampling, that is an error."""
+    broken, q = torch.full((3,), float("nan")), torch.tensor([0.2, 0.5, 0.3])
+    with pytest.raises(RuntimeError, match="nan"):
+        rule([[1, 2], [], []], [0, 2, 1], lambda _: broken, lambda _: q, Randomness())
+
+
+class Asked:
+    """A distribution that notes at which nodes it was asked for."""
+
+    def __init__(self, probs: list[list[float]]):
+        self.probs = torch.tensor(probs)
+        self.nodes: list[int] = []
+
+    def __call__(self, node: int) -> torch.Tensor:
+        self.nodes.append(node)
+        return self.probs[node]
+
+
+TWO_LEVELS = [[1, 2], [3, 4], [5, 6], [], [], [], []]
+
+
+def test_traversal_asks_for_nothing_below_a_child_that_the_target_rules_out() -> None:
+    q = torch.tensor([0.5, 0.3, 0.2])
+    # Node 1 is token 0, which the target never says; node 2 is accepted with its child 5 for certain.
+    p = Asked([[0.0, 1.0, 0.0], *[[0.1, 0.1, 0.8]] * 6])
+    path, _ = traverse_row(TWO_LEVELS, [0, 0, 1, 0, 1, 2, 0], p, lambda _: q, Never())
+    assert path == [0, 2, 5]
+    assert p.nodes == [0, 2, 5]
+
+
+def test_traversal_asks_each_node_at_most_once() -> None:
+    q = torch.tensor([0.5, 0.3, 0.2])
+    p = Asked([[0.3, 0.35, 0.35]] * 7)
+    path, _ = traverse_row(TWO_LEVELS, [0, 0, 1, 0, 1, 0, 1], p, lambda _: q, Never())
+    assert path == [0]
+    assert p.nodes == [0, 1, 2]  # a refused leaf's own distribution is not needed
+
+
+# ---- typical acceptance -------------------------------------------------------------------------------------------
+
+
+def test_a_guess_is_plausible_above_the_threshold_of_the_targets_entropy() -> None:
+    certain, open_ = [0.9, 0.05, 0.05], [0.4, 0.35, 0.25]
+    for probs, x in [(certain, 1), (certain, 0), (open_, 2)]:
+        p = torch.tensor(probs)
+        threshold = min(EPSILON, DELTA * math.exp(-sum(-value * math.log(value) for value in probs)))
+        path, _ = typical_row([[1], []], [0, x], lambda _: p, lambda _: p, Never())  # noqa: B023
+        assert (len(path) == 2) == (probs[x] > threshold)
+    assert certain[1] < EPSILON < open_[2]
+
+
+def test_the_longest_plausible_path_is_kept_and_of_several_the_likeliest() -> None:
+    p = torch.tensor([0.5, 0.3, 0.2])
+    children = [[1, 2], [], [3, 4], [], []]
+    path, _ = typical_row(children, [0, 0, 1, 2, 1], lambda _: p, lambda _: p, Never())
+    assert path == [0, 2, 4]
+
+
+def test_behind_the_kept_path_the_target_chooses() -> None:
+    """Nothing is plausible below node 1: the token after it is drawn from the target there, which is asked once."""
+    p = Asked([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+    path, token = typical_row([[1], [2], []], [0, 1, 0], p, p, Never())
+    assert (path, token) == ([0, 1], 2)
+    assert p.nodes == [0, 1]
+
+
+# ---- rules by name ------------------------------------------------------------------------------------------------
+
+
+def test_rules_are_found_by_name_and_auto_is_exact() -> None:
+    assert available_rules() == [AUTO, *RULES]
+    for do_sample in (False, True):
+        assert rule_for(AUTO, do_sample).exact
+    assert rule_for("traversal", do_sample=True) is RULES["traversal"]
+    assert [name for name, rule in RULES.items() if not rule.exact] == ["typical"]
+
+
+def test_unknown_rules_and_rules_for_sampling_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rule='traverse'.*expected one of auto, walk.*Did you mean 'traversal'"):
+        rule_for("traverse", do_sample=True)
+    for rule in RULES.values():
+        if not rule.greedy:
+            with pytest.raises(ValueError, match=f"rule='{rule.name}' is for sampling"):
+                rule_for(rule.name, do_sample=False)
 
 
 # ---- which processors look at the tokens --------------------------------------------------------------------------

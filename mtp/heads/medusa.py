@@ -156,12 +156,17 @@ class MedusaHead(Head):
             logits = torch.stack([self.guess(self.state, step) for step in range(depth)], dim=1).float()
         log_probs = logits.log_softmax(-1) if draw is None else draw.log_probs(logits)
         count = max(tree.ranks) + 1
-        # All nodes of a depth share that depth's guesses (drawn: its draws, in their order), from the first on.
-        choice = log_probs.topk(count).indices if draw is None else draw.children(log_probs, count)
         batch, device = pending.shape[0], pending.device
         depths = torch.tensor(tree.depths, device=device)
         ranks = torch.tensor(tree.ranks, device=device)
-        picked = choice[:, depths[1:] - 1, ranks[1:]]
+        if draw is None:
+            choice = log_probs.topk(count).indices[:, depths[1:] - 1]
+        else:
+            # A node's children are its own draws, although all nodes of a depth draw from the same distribution:
+            # traversal verification is not exact for nodes that share theirs.
+            parents, place = torch.tensor(tree.parents[1:], device=device).unique(return_inverse=True)
+            choice = draw.children(log_probs[:, depths[parents]], count)[:, place]
+        picked = choice.gather(2, ranks[1:, None].expand(batch, -1, 1))[..., 0]
         log_q = log_probs[:, depths[1:] - 1].gather(2, picked[..., None])[..., 0]
         return TokenTree(
             tokens=torch.cat([pending[:, None], self.draft_ids[picked]], dim=1),

@@ -369,7 +369,7 @@ def law(temperature: float) -> dict[tuple[int, ...], float]:
     return found
 
 
-def sampled(drafter: Drafter, drawn: bool, temperature: float, samples: int = 3200, rows: int = 160) -> Counter:
+def sampled(drafter: Drafter, rule: str, temperature: float, samples: int = 3200, rows: int = 160) -> Counter:
     model = SpeculativeModel(Target(sampling_model()), drafter)
     counts: Counter = Counter()
     for _ in range(samples // rows):
@@ -380,7 +380,7 @@ def sampled(drafter: Drafter, drawn: bool, temperature: float, samples: int = 32
             temperature=temperature,
             max_new_tokens=SHORT,
             num_return_sequences=rows,
-            drawn=drawn,
+            rule=rule,
             nodes=6,
         )
         counts.update(tuple(row) for row in out[:, 4:].tolist())
@@ -400,23 +400,23 @@ def p_value(counts: Counter, expected: dict[tuple[int, ...], float]) -> float:
     return float(chisquare(observed, wanted).pvalue)
 
 
-@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("rule", ["walk", "rejection", "traversal"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_text_has_the_targets_distribution(family: str, drawn: bool) -> None:
+def test_sampled_text_has_the_targets_distribution(family: str, rule: str) -> None:
     head = tiny_head(family, Target(sampling_model()), seed=2)
-    assert p_value(sampled(head, drawn, temperature=1.2), law(1.2)) > 1e-3
+    assert p_value(sampled(head, rule, temperature=1.2), law(1.2)) > 1e-3
 
 
 def test_the_sampling_check_can_fail() -> None:
     head = tiny_head(FAMILIES[0], Target(sampling_model()), seed=2)
-    assert p_value(sampled(head, False, temperature=1.2), law(1.5)) < 1e-4
+    assert p_value(sampled(head, "walk", temperature=1.2), law(1.5)) < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("nodes", [1, 2, 3, 16])
 def test_drawn_trees_of_any_size_decode(family: str, nodes: int) -> None:
     out = speculative("llama", family).generate(
-        **padded(FOUR), do_sample=True, drawn=True, nodes=nodes, max_new_tokens=8, temperature=0.8
+        **padded(FOUR), do_sample=True, rule="rejection", nodes=nodes, max_new_tokens=8, temperature=0.8
     )
     assert out.shape == (4, 19)
 
@@ -424,7 +424,7 @@ def test_drawn_trees_of_any_size_decode(family: str, nodes: int) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drawn_trees_respect_token_processors(family: str) -> None:
     out = speculative("llama", family).generate(
-        **padded(FOUR), do_sample=True, drawn=True, no_repeat_ngram_size=1, max_new_tokens=8
+        **padded(FOUR), do_sample=True, rule="rejection", no_repeat_ngram_size=1, max_new_tokens=8
     )
     for row, prompt in zip(out[:, 11:].tolist(), FOUR, strict=True):
         assert len(set(row)) == len(row)

@@ -100,14 +100,14 @@ def test_scores_are_not_kept_unless_asked_for() -> None:
 # ---- seeds --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("rule", ["walk", "rejection", "traversal"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_seed_gives_the_same_text(family: str, drawn: bool) -> None:
+def test_the_same_seed_gives_the_same_text(family: str, rule: str) -> None:
     target = Target(lm_of())
     model = SpeculativeModel(target, tiny_head(family, target))
 
     def text(seed: int, **how: Any) -> list[list[int]]:
-        settings = {"do_sample": True, "temperature": 1.5, "drawn": drawn, **how}
+        settings = {"do_sample": True, "temperature": 1.5, "rule": rule, **how}
         return drafted(model, FOUR, **settings).tolist()
 
     before = torch.get_rng_state()
@@ -273,6 +273,28 @@ def test_a_processor_with_a_state_of_its_own_is_asked_once_a_token_in_order(prom
     mine = Alternating()
     assert drafted(model, prompts, logits_processor=LogitsProcessorList([mine])).tolist() == expected
     assert mine.calls <= NEW + 5, "the last block may have been longer than the text"
+
+
+def test_a_rule_that_would_mix_up_the_tokens_of_a_state_is_refused() -> None:
+    target = Target(lm_of())
+    model = SpeculativeModel(target, tiny_head("eagle3", target))
+    settings = {"do_sample": True, "logits_processor": LogitsProcessorList([Alternating()])}
+    for rule in ("walk", "rejection"):
+        drafted(model, ONE, rule=rule, **settings)
+    for rule in ("traversal", "typical"):
+        with pytest.raises(ValueError, match=f"Alternating.*{rule}.*another order"):
+            drafted(model, ONE, rule=rule, **settings)
+
+
+def test_a_lossy_rule_says_so_and_has_to_be_asked_for_by_name() -> None:
+    target = Target(lm_of())
+    model = SpeculativeModel(target, tiny_head("eagle3", target))
+    settings = {"do_sample": True, "return_dict_in_generate": True}
+    assert any("lossy" in note for note in drafted(model, ONE, rule="typical", **settings).acceptance.notes)
+    for rule in set(mtp.available_rules()) - {"typical"}:
+        assert not drafted(model, ONE, rule=rule, **settings).acceptance.notes
+    with pytest.raises(ValueError, match=r"rule='typicl'.*Did you mean 'typical'"):
+        drafted(model, ONE, rule="typicl", **settings)
 
 
 class Uncopyable(Alternating):
