@@ -12,7 +12,8 @@ from mtp.drafters import DRAFTERS, Drafter
 from mtp.heads import HEADS, Head
 from mtp.model import SpeculativeModel, SpeculativeOutput, speculate
 from mtp.stats import AcceptanceStats
-from mtp.target import Target, UnsupportedTargetError
+from mtp.support import UnsupportedTargetError
+from mtp.target import Target
 from mtp.tree import TokenTree
 
 __version__ = "0.1.0"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,16 +19,9 @@ from mtp.attention import ATTENTION_NAME, AttentionPass
 from mtp.cache import TreeCache
 from mtp.compat import cache_argument
 from mtp.packing import PackedLinears
-
-SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Scalings whose angles depend on how long the text is: keys in the cache would not fit those that come later.
-LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
+from mtp.support import MASKED_BY_ARGUMENT, UnsupportedTargetError, position_limit, refuse_unsupported
 
 FINAL = -1  # key of the final hidden states among those captured in a pass
-
-
-class UnsupportedTargetError(ValueError):
-    """The model cannot be verified in trees; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +60,14 @@ class Target:
         self.causal_lm = unwrap_adapter(self.model)
         self.config = text_config(self.causal_lm.config)
         refuse_unsupported(self.causal_lm, self.config)
-        self.backbone = find_backbone(self.causal_lm)
-        self.layers = find_decoder_layers(self.backbone, self.config.num_hidden_layers)
+        self.backbone, self.layers = find_decoder(self.causal_lm, self.config.num_hidden_layers)
         self._configs = list(
             {id(m.config): m.config for m in self.causal_lm.modules() if hasattr(m, "config")}.values()
         )
         self._packed = PackedLinears(self.causal_lm)
         self._cache_argument = cache_argument(type(self.causal_lm))
+        self._own_attention = self.config.model_type in MASKED_BY_ARGUMENT
+        self._position_limit = position_limit(self.config)
         # A model has one attention implementation at a time: passes of several threads take turns.
         self._lock = threading.RLock()
 
@@ -94,13 +86,20 @@ class Target:
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence the target was made for, where its config says so."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """The longest sequence that can be verified in trees, where there is a limit.
+
+        It is the length the target was made for, or the first at which its rotary angles would change.
+        """
+        made_for = getattr(self.config, "max_position_embeddings", None)
+        return min((limit for limit in (made_for, self._position_limit) if limit is not None), default=None)
 
     @property
     def device(self) -> torch.device:
         """Where token ids go in."""
-        return self.causal_lm.get_input_embeddings().weight.device
+        embedding = self.causal_lm.get_input_embeddings()
+        # Weights that accelerate keeps elsewhere between passes are on "meta", and its hook knows where they go.
+        offloaded = embedding.weight.device.type == "meta"
+        return torch.device(embedding._hf_hook.execution_device) if offloaded else embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,6 +176,7 @@ class Target:
                 position_ids=attention.positions,
                 use_cache=True,
                 logits_to_keep=keep,
+                **self._mask_argument(attention),
                 **{self._cache_argument: cache},
             )
         streams = [captured[layer].to(self.device) for layer in taps]
@@ -196,9 +196,15 @@ class Target:
         attention = AttentionPass.over_chain(ids.shape[1], lengths, start=0)
         self._packed.refresh()
         with self._ours(attention, taps) as captured:
-            self.backbone(input_ids=ids, position_ids=attention.positions, use_cache=False)
+            self.backbone(
+                input_ids=ids, position_ids=attention.positions, use_cache=False, **self._mask_argument(attention)
+            )
         streams = [captured[layer].to(self.device) for layer in taps]
         return captured[FINAL].to(self.device), torch.cat(streams, dim=-1) if streams else None
+
+    def _mask_argument(self, attention: AttentionPass) -> dict[str, Tensor]:
+        """The mask, for an architecture that attends by itself; all others ask ``mtp.attention`` for it."""
+        return {"attention_mask": attention.additive_mask(self.dtype, self.device)} if self._own_attention else {}
 
     @contextmanager
     def _ours(self, attention: AttentionPass, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -207,11 +213,13 @@ class Target:
         Yields a dict that the pass fills: the stream that enters each tapped layer, and under ``FINAL`` the last.
         """
         captured: dict[int, Tensor] = {}
+        self._refuse_changing_angles(attention)
         with ExitStack() as stack:
             stack.enter_context(self._lock)
             stack.enter_context(attention.active())
             stack.enter_context(self._packed.active())
-            stack.enter_context(_attention_implementation(self._configs, ATTENTION_NAME))
+            if not self._own_attention:
+                stack.enter_context(_attention_implementation(self._configs, ATTENTION_NAME))
             stack.enter_context(_evaluation_mode(self.causal_lm))
             for layer in taps:
                 stack.callback(self._tap(layer, captured).remove)
@@ -221,6 +229,20 @@ class Target:
 
             stack.callback(self.backbone.register_forward_hook(keep_final).remove)
             yield captured
+        if not self._own_attention and attention.calls < self.num_layers:
+            raise UnsupportedTargetError(
+                f"{type(self.causal_lm).__name__} called its attention function {attention.calls} times in a pass over "
+                f"{self.num_layers} layers: some layers attend by themselves and did not see the tree."
+            )
+
+    def _refuse_changing_angles(self, attention: AttentionPass) -> None:
+        limit = self._position_limit
+        if limit is not None and (length := int(attention.positions.max()) + 1) > limit:
+            raise UnsupportedTargetError(
+                f"A text of {length} tokens: {type(self.causal_lm).__name__} turns all keys anew when a text grows "
+                f"past {limit} tokens (config.rope_parameters), and those in the cache would not fit. Ask for fewer "
+                "new tokens, or generate without mtp."
+            )
 
     def _tap(self, layer: int, captured: dict[int, Tensor]) -> Any:
         """Hook the residual stream that enters ``layer`` (at the number of layers: that leaves the last one)."""
@@ -284,68 +306,19 @@ def text_config(config: PreTrainedConfig) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def find_backbone(causal_lm: Any) -> Any:
-    """The part of a causal LM below its output matrix."""
-    decoder = causal_lm.get_decoder() if hasattr(causal_lm, "get_decoder") else None
-    return causal_lm.base_model if decoder is None or decoder is causal_lm else decoder
+def find_decoder(causal_lm: Any, count: int) -> tuple[Any, nn.ModuleList]:
+    """The text decoder below the output matrix, and its ``count`` layers, wherever the architecture keeps them.
 
-
-def find_decoder_layers(backbone: nn.Module, count: int) -> nn.ModuleList:
-    """The list of decoder layers, wherever the architecture keeps it (``layers``, ``h``, ``blocks`` ...)."""
-    for module in backbone.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
+    The decoder is the module that holds the list (``layers``, ``h``, ``blocks`` ...) itself.
+    """
+    for module in causal_lm.get_decoder().modules():
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                return module, child
     raise UnsupportedTargetError(
-        f"{type(backbone).__name__} has no list of {count} decoder layers (config.num_hidden_layers); hidden states "
+        f"{type(causal_lm).__name__} has no list of {count} decoder layers (config.num_hidden_layers); hidden states "
         "cannot be tapped. Please report the architecture."
     )
-
-
-def refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
-    """Raise ``UnsupportedTargetError`` for a model whose trees could not be verified exactly."""
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise UnsupportedTargetError(f"{name} is an encoder-decoder; mtp drafts for decoder-only causal models.")
-    unknown = sorted(set(getattr(config, "layer_types", None) or []) - SUPPORTED_LAYER_TYPES)
-    if getattr(model, "_is_stateful", False):
-        kinds = f" (layers of type {', '.join(unknown)})" if unknown else ""
-        raise UnsupportedTargetError(
-            f"{name} has a recurrent state{kinds}: a state that runs from token to token cannot hold several branches "
-            "of a tree at once and cannot be rolled back after a rejected draft. Expected a target with attention only."
-        )
-    if unknown:
-        raise UnsupportedTargetError(
-            f"{name} has layers of type {', '.join(unknown)}; tree attention knows {', '.join(SUPPORTED_LAYER_TYPES)}. "
-            "Recurrent and linear layers cannot hold several branches of a tree at once; chunked ones are not built."
-        )
-    if getattr(config, "sliding_window", None) and not _hands_over_windows(model):
-        raise UnsupportedTargetError(
-            f"{name} has sliding windows (config.sliding_window={config.sliding_window}) but keeps them in its "
-            "attention mask instead of handing them to the attention function, where tree attention would see them."
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
-    if scaled := sorted(rope_kinds & set(LENGTH_DEPENDENT_ROPE)):
-        raise UnsupportedTargetError(
-            f"{name} scales its rotary positions by {scaled[0]!r}, which turns all keys anew when a text grows past a "
-            "limit; cached keys of a draft would not fit. Not supported yet."
-        )
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedTargetError(
-            f"{name} does not take its attention function from Transformers' AttentionInterface, so tree masks cannot "
-            "reach it. Expected an architecture with `_supports_attention_backend = True`."
-        )
-    if getattr(config, "alibi", False):
-        raise UnsupportedTargetError(f"{name} uses ALiBi position biases, which tree attention does not support yet.")
-
-
-def _hands_over_windows(model: PreTrainedModel) -> bool:
-    """Whether the architecture's attention layers pass ``sliding_window`` to their attention function."""
-    module = sys.modules.get(type(model).__module__)
-    try:
-        return module is not None and "sliding_window=" in inspect.getsource(module)
-    except (OSError, TypeError):
-        return False
 
 
 @contextmanager

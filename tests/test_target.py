@@ -7,29 +7,32 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ARCHITECTURES, LAYERS, padded, random_prompts, tiny_model, tiny_target
-from transformers import (
-    AutoModelForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    MambaConfig,
-    MambaForCausalLM,
-    PhimoeConfig,
-    PhimoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+import transformers
+from architectures import ARCHITECTURES, LONG_ROPE, SHORT_TEXT, sizes
+from tiny import LAYERS, padded, random_prompts, tiny_model, tiny_target
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from mtp.attention import AttentionPass
-from mtp.target import Target, TargetOutput, UnsupportedTargetError, fingerprint_mismatch
+from mtp.support import UnsupportedTargetError
+from mtp.target import Target, TargetOutput, fingerprint_mismatch
 
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+SMALL: dict[str, Any] = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+}
+LINEAR: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 
 target_of = cache(tiny_target)
 
@@ -42,7 +45,7 @@ def prefill(target: Target, ids: torch.Tensor, **options: Any) -> TargetOutput:
 # ---- taps and states ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_tap_k_is_transformers_hidden_state_k(architecture: str, layer: int) -> None:
     target = target_of(architecture)
@@ -81,7 +84,7 @@ def test_default_taps_name_layers_that_exist(layers: int) -> None:
     assert all(1 <= tap <= layers for tap in target.default_taps())
 
 
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_unembed_of_hidden_is_the_targets_logits(architecture: str) -> None:
     target = target_of(architecture)
     output = prefill(target, torch.tensor(random_prompts([7], 2)))
@@ -98,7 +101,7 @@ def test_embed_is_what_enters_the_first_layer(architecture: str) -> None:
         torch.testing.assert_close(target.embed(ids), entering)
 
 
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_encode_gives_the_states_of_a_prefill_whatever_the_padding_behind(architecture: str) -> None:
     target, prompts = target_of(architecture), random_prompts([13, 4], 3)
     batch = padded(prompts, "right")["input_ids"]
@@ -186,67 +189,39 @@ def test_tied_and_untied_targets_can_be_fingerprinted() -> None:
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
 
-def test_targets_that_keep_their_windows_in_the_mask_are_refused() -> None:
-    """Their attention function never hears of the window: tree attention would look past it."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 24, **EXPERTS}
-    config = PhimoeConfig(num_attention_heads=4, num_key_value_heads=2, sliding_window=8, **sizes)
-    with pytest.raises(UnsupportedTargetError, match=r"sliding windows.*attention mask"):
-        Target(PhimoeForCausalLM(config))
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mamba": ("Mamba", {"state_size": 4}),
+    "Mamba2": ("Mamba2", {"state_size": 4, "num_heads": 4, "head_dim": 8, "n_groups": 1}),
+    "RWKV": ("Rwkv", {"attention_hidden_size": 16}),
+    "RecurrentGemma": ("RecurrentGemma", {"num_attention_heads": 2, "lru_width": 16}),
+    "Jamba": ("Jamba", {"num_attention_heads": 2, "num_key_value_heads": 1, "use_mamba_kernels": False}),
+    "Bamba": ("Bamba", {"mamba_n_heads": 4, "mamba_d_head": 8, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    "FalconH1": (
+        "FalconH1",
+        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "num_attention_heads": 2, "num_key_value_heads": 1},
+    ),
+    "Qwen3-Next": ("Qwen3Next", LINEAR),
+    "Qwen3.5": ("Qwen3_5", LINEAR),
+    "LFM2": (
+        "Lfm2",
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]},
+    ),
+}
 
 
-def test_chunked_attention_is_refused() -> None:
-    config = Llama4TextConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        intermediate_size_mlp=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=24,
-        num_local_experts=2,
-        attention_chunk_size=16,
-        pad_token_id=0,
-    )
-    with pytest.raises(UnsupportedTargetError, match="chunked_attention"):
-        Target(Llama4ForCausalLM(config))
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotary_scalings_that_depend_on_the_length_are_refused(kind: str) -> None:
-    model = tiny_model("llama")
-    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 2.0}
-    with pytest.raises(UnsupportedTargetError, match=kind):
+@pytest.mark.parametrize("name", sorted(RECURRENT))
+def test_a_target_with_a_state_is_refused_with_a_reason(name: str) -> None:
+    library, fields = RECURRENT[name]
+    config_class = getattr(transformers, f"{library}TextConfig", None) or getattr(transformers, f"{library}Config")
+    model = getattr(transformers, f"{library}ForCausalLM")(config_class(**SMALL, **fields))
+    with pytest.raises(UnsupportedTargetError, match=r"branches of a tree at once"):
         Target(model)
 
 
-def test_a_recurrent_target_is_refused_with_a_reason() -> None:
-    config = MambaConfig(vocab_size=24, hidden_size=16, state_size=4, num_hidden_layers=2)
-    with pytest.raises(UnsupportedTargetError, match=r"Mamba.*(state|rolled back)"):
-        Target(MambaForCausalLM(config))
-
-
-def test_a_target_with_some_linear_attention_layers_is_refused() -> None:
-    config = Qwen3NextConfig(
-        vocab_size=24,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        linear_num_key_heads=1,
-        linear_num_value_heads=1,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=8,
-        shared_expert_intermediate_size=8,
-        layer_types=["linear_attention", "full_attention"],
-    )
-    with pytest.raises(UnsupportedTargetError, match="linear_attention"):
-        Target(Qwen3NextForCausalLM(config))
+def test_the_kinds_of_layers_that_are_in_the_way_are_named() -> None:
+    model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**SMALL, **LINEAR))
+    with pytest.raises(UnsupportedTargetError, match="layers of type linear_attention"):
+        Target(model)
 
 
 def test_an_encoder_decoder_is_refused() -> None:
@@ -255,24 +230,49 @@ def test_an_encoder_decoder_is_refused() -> None:
         Target(T5ForConditionalGeneration(config))
 
 
-def test_alibi_is_refused() -> None:
-    config = FalconConfig(vocab_size=24, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, alibi=True)
-    with pytest.raises(UnsupportedTargetError):
-        Target(FalconForCausalLM(config))
+@pytest.mark.parametrize(
+    ("library", "fields", "reason"),
+    [
+        ("Falcon", {"alibi": True, "num_attention_heads": 2}, "ALiBi"),
+        ("Bloom", {"n_head": 2}, "ALiBi"),
+        ("Mpt", {"d_model": 16, "n_heads": 2, "n_layers": 2}, "ALiBi"),
+        ("GPTNeo", {"num_heads": 2, "num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "local windows"),
+        ("OpenAIGPT", {"n_embd": 16, "n_layer": 2, "n_head": 2}, "AttentionInterface"),
+        ("Llama4", {"num_attention_heads": 2, "num_key_value_heads": 1, "no_rope_layers": [1, 0]}, "slot"),
+    ],
+)
+def test_attention_that_goes_by_slots_is_refused_with_a_reason(
+    library: str, fields: dict[str, Any], reason: str
+) -> None:
+    """The nodes of a tree lie side by side: a node's slot in the cache is not its position in the text."""
+    config_class = getattr(transformers, f"{library}TextConfig", None) or getattr(transformers, f"{library}Config")
+    model_class = getattr(transformers, f"{library}ForCausalLM", None) or getattr(transformers, f"{library}LMHeadModel")
+    with pytest.raises(UnsupportedTargetError, match=reason):
+        Target(model_class(config_class(**{**SMALL, **fields})))
 
 
-def test_attention_sinks_are_refused_before_anything_wrong_is_computed() -> None:
-    """gpt-oss hands its sinks to the attention function, which would otherwise drop them in silence."""
-    config = GptOssConfig(
-        vocab_size=24,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-    )
-    with pytest.raises(ValueError, match="s_aux"):
-        prefill(Target(GptOssForCausalLM(config)), torch.tensor([[1, 2, 3]]))
+def test_layers_that_attend_by_themselves_are_noticed() -> None:
+    target = tiny_target("llama")
+    layer = target.layers[1]
+    layer.self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(UnsupportedTargetError, match=f"{LAYERS - 1} times in a pass over {LAYERS} layers"):
+        prefill(target, torch.tensor(random_prompts([5])))
+
+
+# ---- rotary angles that depend on the length ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_texts_end_where_the_rotary_angles_would_change(kind: str) -> None:
+    rope = {**LONG_ROPE, "rope_type": kind, "factor": 2.0}
+    config = transformers.LlamaConfig(**{**sizes(24, 2), "rope_parameters": rope})
+    target = Target(transformers.LlamaForCausalLM(config))
+    assert target.max_positions == SHORT_TEXT
+    prefill(target, torch.tensor(random_prompts([SHORT_TEXT])))
+    with pytest.raises(UnsupportedTargetError, match=f"{SHORT_TEXT + 1} tokens.*{SHORT_TEXT} tokens.*rope_parameters"):
+        prefill(target, torch.tensor(random_prompts([SHORT_TEXT + 1])))
+
+
+def test_an_encoding_past_the_change_of_angles_is_refused() -> None:
+    with pytest.raises(UnsupportedTargetError, match="rope_parameters"):
+        target_of("phi3_longrope").encode(torch.tensor(random_prompts([SHORT_TEXT + 1])))
