@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.configuration_utils import PreTrainedConfig
 
+from mtp.anatomy import find_decoder, text_config, unwrap_adapter
 from mtp.attention import ATTENTION_NAME, AttentionPass
 from mtp.cache import TreeCache
 from mtp.compat import cache_argument
+from mtp.fingerprint import fingerprint
+from mtp.offload import execution_device, is_offloaded
 from mtp.packing import PackedLinears
 from mtp.support import MASKED_BY_ARGUMENT, UnsupportedTargetError, position_limit, refuse_unsupported
 
@@ -97,9 +97,7 @@ class Target:
     def device(self) -> torch.device:
         """Where token ids go in."""
         embedding = self.causal_lm.get_input_embeddings()
-        # Weights that accelerate keeps elsewhere between passes are on "meta", and its hook knows where they go.
-        offloaded = embedding.weight.device.type == "meta"
-        return torch.device(embedding._hf_hook.execution_device) if offloaded else embedding.weight.device
+        return execution_device(embedding, embedding.weight)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,14 +130,16 @@ class Target:
 
     def unembed(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """``[..., H]`` last hidden states (after the final norm) to logits ``[..., V]``, or over ``token_ids`` only."""
-        weight = self.output_matrix
-        if token_ids is not None:
+        layer = self.causal_lm.get_output_embeddings()
+        weight = layer.weight
+        if token_ids is None or type(weight) is not nn.Parameter or is_offloaded(weight):
+            # As the model does it: quantised weights multiply by themselves, offloaded ones are fetched by a hook.
+            logits = layer(hidden.to(self.dtype))
+            logits = logits if token_ids is None else logits[..., token_ids.to(logits.device)]
+        else:
             token_ids = token_ids.to(weight.device)
-            weight = weight[token_ids]
-        bias = getattr(self.causal_lm.get_output_embeddings(), "bias", None)
-        if bias is not None and token_ids is not None:
-            bias = bias[token_ids]
-        logits = torch.nn.functional.linear(hidden.to(weight), weight, bias)
+            bias = None if layer.bias is None else layer.bias[token_ids]
+            logits = torch.nn.functional.linear(hidden.to(weight), weight[token_ids], bias)
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
             logits = cap * torch.tanh(logits / cap)
         if (scale := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
@@ -261,64 +261,8 @@ class Target:
         return self.layers[layer].register_forward_pre_hook(keep_input, with_kwargs=True)
 
     def fingerprint(self) -> str:
-        """Identify the target by its architecture and a sample of its weights.
-
-        ``architecture-embeddings-matrices``: three short hashes.  Of the weights the *signs* are taken:
-        unlike the values they are the same in whatever precision a checkpoint is loaded, while training turns some.
-        ``matrices`` is ``quantised`` where the matrices are not floating point, and then does not count.
-        """
-        fields = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-        shape = [getattr(self.config, name, None) for name in fields]
-        vectors, matrices = hashlib.sha256(), hashlib.sha256()
-        quantised = getattr(self.config, "quantization_config", None) is not None
-        embedding = self.causal_lm.get_input_embeddings().weight
-        for name, weight in sorted(self.causal_lm.named_parameters()):
-            if not weight.is_floating_point() or weight.device.type == "meta":
-                continue
-            digest = matrices if weight.dim() > 1 and weight is not embedding else vectors
-            flat = weight.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // 256)][:256].float().cpu()
-            digest.update(name.replace(".base_layer", "").encode())
-            # What is next to nothing may be rounded to nothing: it counts as positive.
-            digest.update(np.packbits((sample < -1e-6).numpy()).tobytes())
-        architecture = hashlib.sha256(repr(shape).encode()).hexdigest()[:8]
-        last = "quantised" if quantised else matrices.hexdigest()[:12]
-        return f"{architecture}-{vectors.hexdigest()[:12]}-{last}"
-
-
-def fingerprint_mismatch(found: str, expected: str) -> str | None:
-    """What differs between two fingerprints, in words; None when they belong to the same target."""
-    names = ("architecture", "embeddings and biases", "weight matrices")
-    for name, ours, theirs in zip(names, found.split("-"), expected.split("-"), strict=True):
-        if ours != theirs and "quantised" not in (ours, theirs):
-            return name
-    return None
-
-
-def unwrap_adapter(model: nn.Module) -> Any:
-    """The Transformers model inside a PEFT wrapper (whose adapters stay in force); any other model as it is."""
-    unwrap: Any = getattr(model, "get_base_model", lambda: model)
-    return unwrap()
-
-
-def text_config(config: PreTrainedConfig) -> Any:
-    """The language model's config: that of a text model, or the text part of a multimodal one."""
-    return config.get_text_config(decoder=True)
-
-
-def find_decoder(causal_lm: Any, count: int) -> tuple[Any, nn.ModuleList]:
-    """The text decoder below the output matrix, and its ``count`` layers, wherever the architecture keeps them.
-
-    The decoder is the module that holds the list (``layers``, ``h``, ``blocks`` ...) itself.
-    """
-    for module in causal_lm.get_decoder().modules():
-        for child in module.children():
-            if isinstance(child, nn.ModuleList) and len(child) == count:
-                return module, child
-    raise UnsupportedTargetError(
-        f"{type(causal_lm).__name__} has no list of {count} decoder layers (config.num_hidden_layers); hidden states "
-        "cannot be tapped. Please report the architecture."
-    )
+        """Identify the target; see ``mtp.fingerprint``."""
+        return fingerprint(self.causal_lm, self.config)
 
 
 @contextmanager

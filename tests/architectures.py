@@ -56,14 +56,12 @@ class Architecture:
         config: name of its config's class.
         fields: the config's fields for a number of vocabulary entries and layers.
         local: some layers see a window or a chunk of ``WINDOW`` tokens.
-        hidden_states: Transformers gives ``output_hidden_states`` for it, one a layer.
     """
 
     model: str
     config: str
     fields: Callable[[int, int], Fields]
     local: bool = False
-    hidden_states: bool = True
 
     def build(self, vocab: int, layers: int) -> PreTrainedModel:
         """A model with weights as the library initialises them."""
