@@ -14,7 +14,8 @@ from mtp.model import SpeculativeModel, SpeculativeOutput, speculate
 from mtp.past import Past
 from mtp.rules import available_rules
 from mtp.stats import AcceptanceStats
-from mtp.target import Target, UnsupportedTargetError
+from mtp.support import UnsupportedTargetError
+from mtp.target import Target
 from mtp.tree import TokenTree
 
 __version__ = "0.1.0"

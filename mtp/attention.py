@@ -1,14 +1,18 @@
 """Tree attention for stock Transformers models.
 
-One attention function is registered with Transformers' ``AttentionInterface``.  While a pass of ours runs, the model's
-configs name it as the attention implementation; outside of a pass the model is as its owner left it.  What a token may
-see is not handed through the model as a mask tensor: the function takes it from the pass at hand, so that sliding
-windows, soft-capping and grouped-query attention are settled here, for every architecture that uses the interface.
+An attention function and a mask function are registered with Transformers' ``AttentionInterface`` and
+``AttentionMaskInterface``.  While a pass of ours runs, the model's configs name them as the attention implementation;
+outside of a pass the model is as its owner left it.
+
+The mask function is asked by the model for the mask of each kind of layer, and handed that kind's *pattern*: a
+predicate over a query's and a key's place, such as "not further back than the window" or "in the same chunk".  It
+evaluates the pattern at the places that the tokens would have in a text of their own, their logical positions, and
+keeps what the tree lets a node see.  So windows and chunks are exact whatever the architecture makes of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -16,11 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the field's customary name
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from mtp.tree import TokenTree
 
 ATTENTION_NAME = "mtp_tree"
+
+# Transformers' mask functions: (batch index, head index, query position, key position) -> visible, broadcasting.
+Pattern = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _current_pass: ContextVar[AttentionPass] = ContextVar("mtp_attention_pass")
 
@@ -36,6 +43,9 @@ class AttentionPass:
         staged_positions: ``[B, S]`` positions of all staged tokens.
         causal: the pass is a plain causal chain over empty rows (a prefill), for which no mask has to be built unless
             a window is shorter than it.
+
+    Attributes:
+        calls: attention layers that ``tree_attention`` has served in this pass.
     """
 
     def __init__(
@@ -53,7 +63,8 @@ class AttentionPass:
         self.staged_mask = staged_mask
         self.staged_positions = staged_positions
         self.causal = causal
-        self._masks: dict[tuple[int | None, torch.device], Tensor] = {}
+        self.calls = 0
+        self._visible: dict[torch.device, Tensor] = {}
 
     @classmethod
     def over_tree(cls, tree: TokenTree, lengths: Tensor, start: int) -> AttentionPass:
@@ -69,27 +80,38 @@ class AttentionPass:
         mask = (offsets[:, None] >= offsets).expand(lengths.shape[0], length, length)
         return cls(lengths, start, positions, mask, positions, causal=start == 0)
 
-    def needs_mask(self, window: int | None) -> bool:
-        """Whether plain causal attention would be wrong."""
-        return not self.causal or (window is not None and window < self.positions.shape[1])
+    def is_plain(self, local_size: int | None) -> bool:
+        """Whether the mask of layers with this window or chunk (None: neither) is a causal triangle."""
+        return self.causal and (local_size is None or self.positions.shape[1] <= local_size)
 
-    def mask(self, window: int | None, device: torch.device) -> Tensor:
-        """``[B, T, start + S]`` bool, True where query t sees slot s; windows count logical positions."""
-        key = (window, device)
-        if key not in self._masks:
+    def mask(self, pattern: Pattern | None, device: torch.device) -> Tensor:
+        """``[B, T, start + S]`` bool, True where query t sees slot s.
+
+        Args:
+            pattern: what a layer sees of a text, by logical positions; None for everything.
+        """
+        if device not in self._visible:
             slots = torch.arange(self.start, device=self.lengths.device)
             prefix = (slots < self.lengths[:, None])[:, None].expand(-1, self.positions.shape[1], -1)
-            staged = self.staged_mask
-            if window is not None:
-                oldest = self.positions[:, :, None] - window
-                prefix = prefix & (slots > oldest)
-                staged = staged & (self.staged_positions[:, None] > oldest)
-            self._masks[key] = torch.cat([prefix, staged], dim=2).to(device)
-        return self._masks[key]
+            self._visible[device] = torch.cat([prefix, self.staged_mask], dim=2).to(device)
+        visible = self._visible[device]
+        if pattern is None:
+            return visible
+        rows = torch.arange(self.lengths.shape[0], device=device)
+        prefix_positions = torch.arange(self.start, device=device).expand(len(rows), -1)
+        keys = torch.cat([prefix_positions, self.staged_positions.to(device)], dim=1)
+        head = torch.zeros((), dtype=torch.long, device=device)
+        return visible & pattern(rows[:, None, None], head, self.positions.to(device)[:, :, None], keys[:, None])
+
+    def additive_mask(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``[B, 1, T, start + S]``: 0 where query t sees slot s, else the lowest number of ``dtype``."""
+        hidden = ~self.mask(None, device)[:, None]
+        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make this the pass that ``tree_attention`` reads."""
+        """Make this the pass that ``tree_mask`` and ``tree_attention`` read."""
+        self.calls = 0
         token = _current_pass.set(self)
         try:
             yield
@@ -98,21 +120,30 @@ class AttentionPass:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Grouped-query attention without repeating keys and values.
 
     Args:
-        query: ``[B, Hq, T, D]``; key, value: ``[B, Hkv, S, D]`` with Hkv dividing Hq.
+        query: ``[B, Hq, T, D]``; key: ``[B, Hkv, S, D]`` with Hkv dividing Hq; value: ``[B, Hkv, S, Dv]``.
         mask: ``[B, T, S]`` bool, True = visible; None for plain causal attention over T = S tokens.
         softcap: bound on the scores before the softmax (Gemma 2): ``softcap * tanh(scores / softcap)``.
+        sinks: ``[Hq]`` a score for each head that takes part in the softmax and carries no value (gpt-oss): where
+            nothing is worth attending to, the weights may sum to less than one.
 
     Returns:
-        ``[B, T, Hq, D]``, contiguous.
+        ``[B, T, Hq, Dv]``, contiguous.
     """
     batch, heads, length, _ = query.shape
     groups = heads // key.shape[1]
-    if mask is None and softcap is None:
+    explicit = softcap is not None or sinks is not None  # what torch's own function cannot do
+    if mask is None and not explicit:
         if groups > 1:  # a prefill: repeating once is cheap beside attention over the whole prompt
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
@@ -122,13 +153,43 @@ def attend(
     # Fold the query heads that share a key head into the query length: [B, Hkv, G * T, D].
     folded = query.reshape(batch, key.shape[1], groups * length, query.shape[-1])
     visible = mask.repeat(1, groups, 1)[:, None]
-    if softcap is None:
-        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=visible, scale=scaling)
-    else:
-        scores = softcap * torch.tanh(folded @ key.transpose(2, 3) * scaling / softcap)
-        weights = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(-1, dtype=torch.float32)
+    if explicit:
+        scores = folded @ key.transpose(2, 3) * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+        if sinks is not None:
+            column = sinks.to(scores).reshape(-1, groups, 1).expand(-1, -1, length).reshape(1, -1, groups * length, 1)
+            scores = torch.cat([scores, column.expand(batch, -1, -1, -1)], dim=-1)
+        weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]]
         out = weights.to(value.dtype) @ value
+    else:
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=visible, scale=scaling)
     return out.reshape(batch, heads, length, value.shape[-1]).transpose(1, 2).contiguous()
+
+
+def tree_mask(
+    *,
+    mask_function: Pattern,
+    device: torch.device,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The function Transformers calls for the mask of each kind of layer; see ``transformers.AttentionMaskInterface``.
+
+    Args:
+        mask_function: the layers' pattern.
+        local_size: their window or chunk.
+        allow_is_causal_skip: whether the pattern is just what ``local_size`` says.
+
+    Returns:
+        ``[B, 1, T, S]`` bool, or None for a causal triangle.
+    """
+    current = _current_pass.get()
+    if allow_is_causal_skip and current.is_plain(local_size):
+        return None
+    return current.mask(mask_function, torch.device(device))[:, None]
 
 
 def tree_attention(
@@ -138,22 +199,40 @@ def tree_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function Transformers calls in every attention layer; see ``transformers.AttentionInterface``."""
-    for name in ("position_bias", "s_aux", "head_mask"):
+    """The function Transformers calls in every attention layer; see ``transformers.AttentionInterface``.
+
+    Args:
+        attention_mask: what ``tree_mask`` returned for this kind of layer.
+        s_aux: Transformers' name for attention sinks.
+
+    Raises:
+        ValueError: for terms that tree attention does not know, or a mask that is not its own.
+    """
+    for name in ("position_bias", "head_mask"):
         if kwargs.get(name) is not None:
             raise ValueError(
                 f"{type(module).__name__} passes {name!r} to its attention function, which tree attention does not "
                 "support yet; use this target without drafting."
             )
     current = _current_pass.get()
+    current.calls += 1
+    if (attention_mask is None and not current.causal) or (
+        attention_mask is not None and attention_mask.dtype != torch.bool
+    ):
+        found = "none" if attention_mask is None else f"one of {attention_mask.dtype}"
+        raise ValueError(
+            f"{type(module).__name__} did not take its mask from Transformers' AttentionMaskInterface (expected a mask "
+            f"of torch.bool, found {found}), so it cannot be shown a tree; use this target without drafting."
+        )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    mask = current.mask(sliding_window, query.device) if current.needs_mask(sliding_window) else None
-    return attend(query, key, value, mask, scaling, softcap), None
+    mask = None if attention_mask is None else attention_mask[:, 0]
+    return attend(query, key, value, mask, scaling, softcap, s_aux), None
 
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, tree_mask)

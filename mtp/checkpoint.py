@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mtp.files import whole_folder, write_json
+from mtp.fingerprint import fingerprint_mismatch
 from mtp.heads import Head, head_class
-from mtp.target import Target, fingerprint_mismatch
+from mtp.target import Target
 
 FORMAT = 1
 CONFIG, WEIGHTS, ACCEPTANCE, CARD = "config.json", "heads.safetensors", "acceptance.json", "README.md"

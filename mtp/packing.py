@@ -36,6 +36,7 @@ def can_pack(module: nn.Module) -> bool:
     """Whether ``module`` is a plain float linear layer on the CPU (not a quantised or adapted one)."""
     return (
         type(module) is nn.Linear
+        and type(module.weight) is nn.Parameter  # torchao swaps the weight, not the layer
         and module.weight.device.type == "cpu"
         and (module.weight.dtype == torch.float32 or (module.weight.dtype == torch.bfloat16 and _multiplies_bfloat16()))
         and module.weight.layout == torch.strided

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.configuration_utils import PreTrainedConfig
 
+from mtp.anatomy import find_decoder, text_config, unwrap_adapter
 from mtp.attention import ATTENTION_NAME, AttentionPass
 from mtp.cache import TreeCache
 from mtp.compat import cache_argument
+from mtp.fingerprint import fingerprint
+from mtp.offload import execution_device, is_offloaded
 from mtp.packing import PackedLinears
-
-SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Scalings whose angles depend on how long the text is: keys in the cache would not fit those that come later.
-LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
+from mtp.support import MASKED_BY_ARGUMENT, UnsupportedTargetError, position_limit, refuse_unsupported
 
 FINAL = -1  # key of the final hidden states among those captured in a pass
-
-
-class UnsupportedTargetError(ValueError):
-    """The model cannot be verified in trees; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +60,14 @@ class Target:
         self.causal_lm = unwrap_adapter(self.model)
         self.config = text_config(self.causal_lm.config)
         refuse_unsupported(self.causal_lm, self.config)
-        self.backbone = find_backbone(self.causal_lm)
-        self.layers = find_decoder_layers(self.backbone, self.config.num_hidden_layers)
+        self.backbone, self.layers = find_decoder(self.causal_lm, self.config.num_hidden_layers)
         self._configs = list(
             {id(m.config): m.config for m in self.causal_lm.modules() if hasattr(m, "config")}.values()
         )
         self._packed = PackedLinears(self.causal_lm)
         self._cache_argument = cache_argument(type(self.causal_lm))
+        self._own_attention = self.config.model_type in MASKED_BY_ARGUMENT
+        self._position_limit = position_limit(self.config)
         # A model has one attention implementation at a time: passes of several threads take turns.
         self._lock = threading.RLock()
 
@@ -94,13 +86,18 @@ class Target:
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence the target was made for, where its config says so."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """The longest sequence that can be verified in trees, where there is a limit.
+
+        It is the length the target was made for, or the first at which its rotary angles would change.
+        """
+        made_for = getattr(self.config, "max_position_embeddings", None)
+        return min((limit for limit in (made_for, self._position_limit) if limit is not None), default=None)
 
     @property
     def device(self) -> torch.device:
         """Where token ids go in."""
-        return self.causal_lm.get_input_embeddings().weight.device
+        embedding = self.causal_lm.get_input_embeddings()
+        return execution_device(embedding, embedding.weight)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,14 +130,16 @@ class Target:
 
     def unembed(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """``[..., H]`` last hidden states (after the final norm) to logits ``[..., V]``, or over ``token_ids`` only."""
-        weight = self.output_matrix
-        if token_ids is not None:
+        layer = self.causal_lm.get_output_embeddings()
+        weight = layer.weight
+        if token_ids is None or type(weight) is not nn.Parameter or is_offloaded(weight):
+            # As the model does it: quantised weights multiply by themselves, offloaded ones are fetched by a hook.
+            logits = layer(hidden.to(self.dtype))
+            logits = logits if token_ids is None else logits[..., token_ids.to(logits.device)]
+        else:
             token_ids = token_ids.to(weight.device)
-            weight = weight[token_ids]
-        bias = getattr(self.causal_lm.get_output_embeddings(), "bias", None)
-        if bias is not None and token_ids is not None:
-            bias = bias[token_ids]
-        logits = torch.nn.functional.linear(hidden.to(weight), weight, bias)
+            bias = None if layer.bias is None else layer.bias[token_ids]
+            logits = torch.nn.functional.linear(hidden.to(weight), weight[token_ids], bias)
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
             logits = cap * torch.tanh(logits / cap)
         if (scale := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
@@ -181,6 +180,7 @@ class Target:
                 position_ids=attention.positions,
                 use_cache=True,
                 logits_to_keep=keep,
+                **self._mask_argument(attention),
                 **{self._cache_argument: cache},
             )
         streams = [captured[layer].to(self.device) for layer in taps]
@@ -200,9 +200,15 @@ class Target:
         attention = AttentionPass.over_chain(ids.shape[1], lengths, start=0)
         self._packed.refresh()
         with self._ours(attention, taps) as captured:
-            self.backbone(input_ids=ids, position_ids=attention.positions, use_cache=False)
+            self.backbone(
+                input_ids=ids, position_ids=attention.positions, use_cache=False, **self._mask_argument(attention)
+            )
         streams = [captured[layer].to(self.device) for layer in taps]
         return captured[FINAL].to(self.device), torch.cat(streams, dim=-1) if streams else None
+
+    def _mask_argument(self, attention: AttentionPass) -> dict[str, Tensor]:
+        """The mask, for an architecture that attends by itself; all others ask ``mtp.attention`` for it."""
+        return {"attention_mask": attention.additive_mask(self.dtype, self.device)} if self._own_attention else {}
 
     @contextmanager
     def _ours(self, attention: AttentionPass, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
@@ -211,11 +217,13 @@ class Target:
         Yields a dict that the pass fills: the stream that enters each tapped layer, and under ``FINAL`` the last.
         """
         captured: dict[int, Tensor] = {}
+        self._refuse_changing_angles(attention)
         with ExitStack() as stack:
             stack.enter_context(self._lock)
             stack.enter_context(attention.active())
             stack.enter_context(self._packed.active())
-            stack.enter_context(_attention_implementation(self._configs, ATTENTION_NAME))
+            if not self._own_attention:
+                stack.enter_context(_attention_implementation(self._configs, ATTENTION_NAME))
             stack.enter_context(_evaluation_mode(self.causal_lm))
             for layer in taps:
                 stack.callback(self._tap(layer, captured).remove)
@@ -225,6 +233,20 @@ class Target:
 
             stack.callback(self.backbone.register_forward_hook(keep_final).remove)
             yield captured
+        if not self._own_attention and attention.calls < self.num_layers:
+            raise UnsupportedTargetError(
+                f"{type(self.causal_lm).__name__} called its attention function {attention.calls} times in a pass over "
+                f"{self.num_layers} layers: some layers attend by themselves and did not see the tree."
+            )
+
+    def _refuse_changing_angles(self, attention: AttentionPass) -> None:
+        limit = self._position_limit
+        if limit is not None and (length := int(attention.positions.max()) + 1) > limit:
+            raise UnsupportedTargetError(
+                f"A text of {length} tokens: {type(self.causal_lm).__name__} turns all keys anew when a text grows "
+                f"past {limit} tokens (config.rope_parameters), and those in the cache would not fit. Ask for fewer "
+                "new tokens, or generate without mtp."
+            )
 
     def _tap(self, layer: int, captured: dict[int, Tensor]) -> Any:
         """Hook the residual stream that enters ``layer`` (at the number of layers: that leaves the last one)."""
@@ -243,113 +265,8 @@ class Target:
         return self.layers[layer].register_forward_pre_hook(keep_input, with_kwargs=True)
 
     def fingerprint(self) -> str:
-        """Identify the target by its architecture and a sample of its weights.
-
-        ``architecture-embeddings-matrices``: three short hashes.  Of the weights the *signs* are taken:
-        unlike the values they are the same in whatever precision a checkpoint is loaded, while training turns some.
-        ``matrices`` is ``quantised`` where the matrices are not floating point, and then does not count.
-        """
-        fields = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-        shape = [getattr(self.config, name, None) for name in fields]
-        vectors, matrices = hashlib.sha256(), hashlib.sha256()
-        quantised = getattr(self.config, "quantization_config", None) is not None
-        embedding = self.causal_lm.get_input_embeddings().weight
-        for name, weight in sorted(self.causal_lm.named_parameters()):
-            if not weight.is_floating_point() or weight.device.type == "meta":
-                continue
-            digest = matrices if weight.dim() > 1 and weight is not embedding else vectors
-            flat = weight.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // 256)][:256].float().cpu()
-            digest.update(name.replace(".base_layer", "").encode())
-            # What is next to nothing may be rounded to nothing: it counts as positive.
-            digest.update(np.packbits((sample < -1e-6).numpy()).tobytes())
-        architecture = hashlib.sha256(repr(shape).encode()).hexdigest()[:8]
-        last = "quantised" if quantised else matrices.hexdigest()[:12]
-        return f"{architecture}-{vectors.hexdigest()[:12]}-{last}"
-
-
-def fingerprint_mismatch(found: str, expected: str) -> str | None:
-    """What differs between two fingerprints, in words; None when they belong to the same target."""
-    names = ("architecture", "embeddings and biases", "weight matrices")
-    for name, ours, theirs in zip(names, found.split("-"), expected.split("-"), strict=True):
-        if ours != theirs and "quantised" not in (ours, theirs):
-            return name
-    return None
-
-
-def unwrap_adapter(model: nn.Module) -> Any:
-    """The Transformers model inside a PEFT wrapper (whose adapters stay in force); any other model as it is."""
-    unwrap: Any = getattr(model, "get_base_model", lambda: model)
-    return unwrap()
-
-
-def text_config(config: PreTrainedConfig) -> Any:
-    """The language model's config: that of a text model, or the text part of a multimodal one."""
-    return config.get_text_config(decoder=True)
-
-
-def find_backbone(causal_lm: Any) -> Any:
-    """The part of a causal LM below its output matrix."""
-    decoder = causal_lm.get_decoder() if hasattr(causal_lm, "get_decoder") else None
-    return causal_lm.base_model if decoder is None or decoder is causal_lm else decoder
-
-
-def find_decoder_layers(backbone: nn.Module, count: int) -> nn.ModuleList:
-    """The list of decoder layers, wherever the architecture keeps it (``layers``, ``h``, ``blocks`` ...)."""
-    for module in backbone.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise UnsupportedTargetError(
-        f"{type(backbone).__name__} has no list of {count} decoder layers (config.num_hidden_layers); hidden states "
-        "cannot be tapped. Please report the architecture."
-    )
-
-
-def refuse_unsupported(model: PreTrainedModel, config: Any) -> None:
-    """Raise ``UnsupportedTargetError`` for a model whose trees could not be verified exactly."""
-    name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise UnsupportedTargetError(f"{name} is an encoder-decoder; mtp drafts for decoder-only causal models.")
-    unknown = sorted(set(getattr(config, "layer_types", None) or []) - SUPPORTED_LAYER_TYPES)
-    if getattr(model, "_is_stateful", False):
-        kinds = f" (layers of type {', '.join(unknown)})" if unknown else ""
-        raise UnsupportedTargetError(
-            f"{name} has a recurrent state{kinds}: a state that runs from token to token cannot hold several branches "
-            "of a tree at once and cannot be rolled back after a rejected draft. Expected a target with attention only."
-        )
-    if unknown:
-        raise UnsupportedTargetError(
-            f"{name} has layers of type {', '.join(unknown)}; tree attention knows {', '.join(SUPPORTED_LAYER_TYPES)}. "
-            "Recurrent and linear layers cannot hold several branches of a tree at once; chunked ones are not built."
-        )
-    if getattr(config, "sliding_window", None) and not _hands_over_windows(model):
-        raise UnsupportedTargetError(
-            f"{name} has sliding windows (config.sliding_window={config.sliding_window}) but keeps them in its "
-            "attention mask instead of handing them to the attention function, where tree attention would see them."
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
-    if scaled := sorted(rope_kinds & set(LENGTH_DEPENDENT_ROPE)):
-        raise UnsupportedTargetError(
-            f"{name} scales its rotary positions by {scaled[0]!r}, which turns all keys anew when a text grows past a "
-            "limit; cached keys of a draft would not fit. Not supported yet."
-        )
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedTargetError(
-            f"{name} does not take its attention function from Transformers' AttentionInterface, so tree masks cannot "
-            "reach it. Expected an architecture with `_supports_attention_backend = True`."
-        )
-    if getattr(config, "alibi", False):
-        raise UnsupportedTargetError(f"{name} uses ALiBi position biases, which tree attention does not support yet.")
-
-
-def _hands_over_windows(model: PreTrainedModel) -> bool:
-    """Whether the architecture's attention layers pass ``sliding_window`` to their attention function."""
-    module = sys.modules.get(type(model).__module__)
-    try:
-        return module is not None and "sliding_window=" in inspect.getsource(module)
-    except (OSError, TypeError):
-        return False
+        """Identify the target; see ``mtp.fingerprint``."""
+        return fingerprint(self.causal_lm, self.config)
 
 
 @contextmanager

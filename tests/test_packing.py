@@ -137,6 +137,19 @@ def test_subclasses_and_other_precisions_are_left_alone() -> None:
     assert len(PackedLinears(net)) == 0
 
 
+def test_weights_that_are_offloaded_or_of_a_class_of_their_own_are_left_alone() -> None:
+    """Quantising with torchao changes the weight's class, not the layer's."""
+
+    class Quantised(nn.Parameter):
+        pass
+
+    accelerate = pytest.importorskip("accelerate")
+    assert len(PackedLinears(accelerate.cpu_offload(model(), execution_device="cpu"))) == 0
+    net = model()
+    net[0].weight = Quantised(net[0].weight.detach())
+    assert len(PackedLinears(net)) == 1
+
+
 def test_a_nested_use_ends_with_the_inner_block_only_for_the_inner_block() -> None:
     net = model()
     packed = PackedLinears(net)

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from architectures import HIDDEN, PAD, REGISTRY
 from torch import Tensor
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from mtp.drafters import Budget, Drafter, Draw, TargetStates
 from mtp.heads import HEADS, Head
@@ -32,105 +17,17 @@ from mtp.target import Target
 from mtp.tree import TokenTree
 
 VOCAB = 24
-HIDDEN = 32
 LAYERS = 3
-WINDOW = 8
-POSITIONS = 96
-PAD = 0
-
-COMMON: dict[str, Any] = {
-    "pad_token_id": PAD,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "tie_word_embeddings": False,
-}
-
-
-def _sizes(vocab: int, layers: int) -> dict[str, Any]:
-    return {
-        "vocab_size": vocab,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "max_position_embeddings": POSITIONS,
-        **COMMON,
-    }
-
-
-def _mixed_layers(layers: int) -> list[str]:
-    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
-
-
-def _llama(vocab: int, layers: int) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **_sizes(vocab, layers)))
-
-
-def _qwen3(vocab: int, layers: int) -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(num_key_value_heads=2, head_dim=8, **_sizes(vocab, layers)))
-
-
-def _mistral(vocab: int, layers: int) -> PreTrainedModel:
-    return MistralForCausalLM(MistralConfig(num_key_value_heads=2, sliding_window=WINDOW, **_sizes(vocab, layers)))
-
-
-def _gemma3(vocab: int, layers: int) -> PreTrainedModel:
-    config = Gemma3TextConfig(
-        num_key_value_heads=1,
-        head_dim=8,
-        query_pre_attn_scalar=8,
-        sliding_window=WINDOW,
-        layer_types=_mixed_layers(layers),
-        **_sizes(vocab, layers),
-    )
-    return Gemma3ForCausalLM(config)
-
-
-def _gemma2(vocab: int, layers: int) -> PreTrainedModel:
-    config = Gemma2Config(
-        num_key_value_heads=2,
-        head_dim=8,
-        query_pre_attn_scalar=8,
-        sliding_window=WINDOW,
-        layer_types=_mixed_layers(layers),
-        attn_logit_softcapping=5.0,
-        final_logit_softcapping=10.0,
-        attn_implementation="eager",  # the one of Transformers' own that caps the scores
-        **_sizes(vocab, layers),
-    )
-    return Gemma2ForCausalLM(config)
-
-
-def _gpt_neox(vocab: int, layers: int) -> PreTrainedModel:
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**_sizes(vocab, layers)))
-
-
-def _gpt2(vocab: int, layers: int) -> PreTrainedModel:
-    config = GPT2Config(
-        vocab_size=vocab, n_embd=HIDDEN, n_layer=layers, n_head=4, n_positions=POSITIONS, n_inner=48, **COMMON
-    )
-    return GPT2LMHeadModel(config)
-
-
-ARCHITECTURES: dict[str, Callable[[int, int], PreTrainedModel]] = {
-    "llama": _llama,
-    "qwen3": _qwen3,
-    "mistral": _mistral,
-    "gemma3": _gemma3,
-    "gemma2": _gemma2,
-    "gpt_neox": _gpt_neox,
-    "gpt2": _gpt2,
-}
 
 
 def tiny_model(architecture: str = "llama", seed: int = 0, vocab: int = VOCAB, layers: int = LAYERS) -> PreTrainedModel:
     """A random fp32 model whose weights are large enough that its greedy text is varied."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = ARCHITECTURES[architecture](vocab, layers).eval()
+        model = REGISTRY[architecture].build(vocab, layers).eval()
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                if "wpe" in name:
+                if "wpe" in name or "embed_positions" in name or "sinks" in name:
                     weight.normal_(0, 0.5)
                 elif weight is model.get_input_embeddings().weight:
                     weight.normal_(0, 0.2)

@@ -28,7 +28,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from mtp.files import whole_file, write_json
-from mtp.target import Target, UnsupportedTargetError
+from mtp.support import UnsupportedTargetError
+from mtp.target import Target
 from train.config import TargetConfig
 from train.data import DataError, is_held_out
 from train.generation import Generator, Progress, Sampling, derived_seed

@@ -17,8 +17,10 @@ import torch
 from accelerate import Accelerator
 from transformers.utils import logging as transformers_logging
 
+from mtp.fingerprint import fingerprint_mismatch
 from mtp.heads import head_class
-from mtp.target import Target, UnsupportedTargetError, fingerprint_mismatch
+from mtp.support import UnsupportedTargetError
+from mtp.target import Target
 from train.config import ConfigError, RunConfig, load_config, to_dict
 from train.data import DataError, Row, draft_vocabulary, load_rows, split_rows
 from train.features import CachedFeatures, FeatureSource, OnlineFeatures, resolve_dtype
