@@ -295,7 +295,7 @@ def test_the_report_holds_everything(checkpoint: Path, tmp_path: Path, capsys: A
     for words in (
         "greedy",
         "sampled at temperature 1, rule rejection",
-        "mean accepted length",
+        "T = 1",
         "writing",
         "all",
         "tau",
