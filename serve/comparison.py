@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from mtp.model import SpeculativeModel
 from mtp.stats import AcceptanceStats
+from serve.divergence import divergence
 from serve.questions import Conversation, Question, category_batches
 from serve.systems import (
     DRAFTED,
@@ -19,8 +20,6 @@ from serve.systems import (
     TRANSFORMERS,
     Decoding,
     Outcome,
-    first_divergence,
-    logit_margin,
     rounds_of,
     run_system,
 )
@@ -140,7 +139,7 @@ class Comparison:
         """
         bar = tqdm(
             total=len(questions),
-            desc=f"temperature {self.decoding.temperature:g}",
+            desc=f"temperature {self.decoding.temperature:g}, rule {self.decoding.rule}",
             unit="question",
             # Where nobody watches, a line now and then is enough.
             mininterval=0.1 if sys.stderr.isatty() else 30.0,
@@ -228,49 +227,10 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         return {
             "temperature": self.decoding.temperature,
+            "rule": self.decoding.rule,
             "overall": self.overall.to_dict(),
             "categories": {name: tally.to_dict() for name, tally in self.categories.items()},
             "equality": self.equality(),
             "skipped": self.skipped,
             "records": self.records,
         }
-
-
-def divergence(
-    model: SpeculativeModel, prompt: Sequence[int], expected: Sequence[int], found: Sequence[int]
-) -> dict[str, Any] | None:
-    """Where ``found`` leaves ``expected``, with the tokens there and how far apart the target's logits hold them."""
-    at = first_divergence(expected, found)
-    if at is None:
-        return None
-    right, wrong = (ids[at] if at < len(ids) else None for ids in (expected, found))
-    margin = None
-    if right is not None and wrong is not None:
-        margin = round(logit_margin(model, [*prompt, *expected[:at]], right, wrong), 6)
-    return {"position": at, "expected": right, "found": wrong, "logit_margin": margin}
-
-
-def check_equality(
-    model: SpeculativeModel, prompts: Sequence[tuple[str, list[int]]], decoding: Decoding, batch_sizes: Sequence[int]
-) -> list[dict[str, Any]]:
-    """Compare drafted greedy answers, in batches of several sizes, to ``transformers``' answers one by one.
-
-    Args:
-        prompts: ``(name, token ids)``.
-
-    Returns:
-        One entry for every answer that differs: batch size, name, and where it differs.
-    """
-    expected = [
-        run_system(model, TRANSFORMERS, [ids], decoding).answers[0].ids
-        for _, ids in tqdm(prompts, desc="transformers", unit="prompt")
-    ]
-    mismatches = []
-    for size in batch_sizes:
-        for start in tqdm(range(0, len(prompts), size), desc=f"drafted, batches of {size}", unit="batch"):
-            chunk = prompts[start : start + size]
-            outcome = run_system(model, DRAFTED, [ids for _, ids in chunk], decoding)
-            for (name, ids), answer, reference in zip(chunk, outcome.answers, expected[start:], strict=False):
-                if (difference := divergence(model, ids, reference, answer.ids)) is not None:
-                    mismatches.append({"batch_size": size, "name": name, **difference})
-    return mismatches

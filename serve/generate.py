@@ -25,10 +25,10 @@ from mtp.drafters import drafter_by_name
 from mtp.model import SpeculativeModel
 from mtp.past import Past
 from mtp.stats import AcceptanceStats
+from serve.divergence import first_divergence
 from serve.loading import UsageError, add_model_arguments, load_model, load_tokenizer, pad_token_id, positive
 from serve.loading import temperature as temperature_argument
 from serve.questions import Message, render
-from serve.systems import first_divergence
 from serve.terminal import Printer, pieces_of, styled
 
 WARM_UP_TOKENS = 8

@@ -25,11 +25,20 @@ from rich.console import Console
 import mtp
 from mtp.files import write_json
 from mtp.model import SpeculativeModel
-from serve.comparison import Comparison, check_equality
+from mtp.rules import AUTO, available_rules
+from serve.comparison import Comparison
+from serve.divergence import compare_answers
 from serve.loading import UsageError, add_model_arguments, load_model, load_tokenizer, positive, temperature
 from serve.questions import Conversation, Question, first_of_each, read_questions
 from serve.systems import DRAFTED, PLAIN, SYSTEMS, Decoding
-from serve.tables import acceptance_table, equality_report, speed_table, stages_table
+from serve.tables import (
+    acceptance_table,
+    divergence_table,
+    equality_headline,
+    rules_table,
+    speed_table,
+    stages_table,
+)
 from train.data import DataError
 
 FORMAT = 1
@@ -52,25 +61,31 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--temperature", type=temperature, nargs="+", default=[0.0], metavar="T", help="0 is greedy; several are a list"
     )
     decoding.add_argument("--seed", type=int, default=0, help="of the draws when sampling (default: %(default)s)")
-    decoding.add_argument("--drawn", action="store_true", help="when sampling: draw the drafter's children at random")
+    decoding.add_argument(
+        "--rule",
+        choices=available_rules(),
+        nargs="+",
+        default=[AUTO],
+        help="of acceptance, when sampling; several, with several temperatures, make a table (default: auto)",
+    )
     what = parser.add_argument_group("what to measure")
     mode = what.add_mutually_exclusive_group()
     mode.add_argument("--only-acceptance", action="store_true", help="drafting alone, compared with nothing: quick")
     mode.add_argument(
-        "--equality",
+        "--compare",
         action="store_true",
-        help="only compare greedy token ids with transformers'; exit code 1 if any differ",
+        help="only compare greedy answers with transformers'; exit code 1 if one differs by more than rounding",
     )
     what.add_argument(
-        "--batch-size", type=positive, nargs="+", metavar="B", help="for --only-acceptance (1) and --equality (1 4)"
+        "--batch-size", type=positive, nargs="+", metavar="B", help="for --only-acceptance (1) and --compare (1 4)"
     )
     what.add_argument("--output", type=Path, help="JSON of the results (default: FOLDER/measure-DATA.json)")
     options = parser.parse_args(arguments)
     refuse_contradictions(parser, options)
     if options.batch_size is None:
-        options.batch_size = [1, 4] if options.equality else [1]
+        options.batch_size = [1, 4] if options.compare else [1]
     if options.output is None:
-        kind = "equality" if options.equality else "measure"
+        kind = "compare" if options.compare else "measure"
         options.output = Path(options.folder) / f"{kind}-{options.data.name.split('.')[0]}.json"
     return options
 
@@ -78,16 +93,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def refuse_contradictions(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """End with a message for options that would otherwise be ignored."""
     sizes = options.batch_size or [1]
-    if not options.equality and len(sizes) > 1:
-        parser.error("--batch-size takes several values only with --equality")
-    if not (options.equality or options.only_acceptance) and sizes != [1]:
-        parser.error("speed is compared one prompt at a time; --batch-size goes with --only-acceptance or --equality")
-    if options.equality and options.temperature != [0.0]:
-        parser.error("--equality compares greedy answers; leave --temperature out")
-    if options.equality and options.all_turns:
-        parser.error("--equality compares first turns; leave --all-turns out")
-    if options.drawn and not any(options.temperature):
-        parser.error("--drawn goes with sampling; name a --temperature above 0")
+    if not options.compare and len(sizes) > 1:
+        parser.error("--batch-size takes several values only with --compare")
+    if not (options.compare or options.only_acceptance) and sizes != [1]:
+        parser.error("speed is compared one prompt at a time; --batch-size goes with --only-acceptance or --compare")
+    if options.compare and options.temperature != [0.0]:
+        parser.error("--compare compares greedy answers; leave --temperature out")
+    if options.compare and options.all_turns:
+        parser.error("--compare compares first turns; leave --all-turns out")
+    if options.rule != [AUTO] and not any(options.temperature):
+        parser.error("--rule goes with sampling, greedy text has only one; name a --temperature above 0")
     if options.held_out_fraction is not None and not 0 < options.held_out_fraction <= 1:
         parser.error(f"--held-out-fraction {options.held_out_fraction:g}: expected a number above 0, at most 1")
 
@@ -142,11 +157,10 @@ def description(model: SpeculativeModel, options: argparse.Namespace) -> dict[st
         },
         "settings": {
             "drafter": getattr(model.drafter, "family", type(model.drafter).__name__),
-            "nodes": options.nodes or model.default_nodes,
+            "nodes": options.nodes or "auto",
             "max_new_tokens": options.max_new_tokens,
             "batch_size": options.batch_size,
             "seed": options.seed,
-            "drawn": options.drawn,
             "raw": options.raw,
             "all_turns": options.all_turns,
             "held_out_fraction": options.held_out_fraction,
@@ -155,10 +169,11 @@ def description(model: SpeculativeModel, options: argparse.Namespace) -> dict[st
 
 
 def decodings(options: argparse.Namespace) -> list[Decoding]:
-    """One for each temperature."""
+    """One for each temperature and rule; greedy text has one rule."""
     return [
-        Decoding(options.max_new_tokens, value, options.seed, options.nodes, options.drawn and value > 0)
+        Decoding(options.max_new_tokens, value, options.seed, options.nodes, rule)
         for value in options.temperature
+        for rule in (dict.fromkeys(options.rule) if value > 0 else [AUTO])
     ]
 
 
@@ -190,10 +205,10 @@ def no_prompt_fits(questions: Sequence[Question], options: argparse.Namespace, l
     )
 
 
-def measure_equality(
+def measure_comparison(
     model: SpeculativeModel, tokenizer: Any, questions: Sequence[Question], options: argparse.Namespace
 ) -> tuple[dict[str, Any], int]:
-    """As ``measure``, for ``--equality``; the exit code is 1 where any answer differs."""
+    """As ``measure``, for ``--compare``; the exit code is 1 where an answer differs by more than rounding explains."""
     comparison = Comparison(model, decodings(options)[0])
     prompts = [(question.name, Conversation(question).next_prompt(tokenizer, options.raw)) for question in questions]
     prompts = [
@@ -203,20 +218,26 @@ def measure_equality(
     ]
     if not prompts:
         raise UsageError(no_prompt_fits(questions, options, comparison.longest_prompt))
-    different = check_equality(model, prompts, comparison.decoding, options.batch_size)
-    equality = {"compared": len(prompts) * len(options.batch_size), "different": different}
-    report = {"complete": True, **description(model, options), "equality": equality, "skipped": comparison.skipped}
-    return report, 1 if different else 0
+    answers = compare_answers(model, prompts, comparison.decoding, options.batch_size)
+    report = {"complete": True, **description(model, options), "answers": answers, "skipped": comparison.skipped}
+    return report, 0 if all(entry["within_rounding"] for entry in different_answers(report)) else 1
+
+
+def different_answers(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of a report's answers that are not ``transformers``' own, with where they leave it."""
+    return [
+        {"name": answer["name"], "batch_size": answer["batch_size"], **answer["divergence"]}
+        for answer in report["answers"]
+        if answer["divergence"] is not None
+    ]
 
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Print a report's tables, what was skipped and what differed."""
     skipped = {(entry["name"], entry["turn"]): entry for entry in report.get("skipped", [])}
-    if "equality" in report:
-        equality = report["equality"]
+    if "answers" in report:
         sizes = ", ".join(map(str, report["settings"]["batch_size"]))
-        lines = equality_report(equality["compared"], equality["different"], f"drafted, batches of {sizes}")
-        console.print("\n".join(lines), markup=False, highlight=False)
+        show_equality(len(report["answers"]), different_answers(report), f"drafted, batches of {sizes}", console)
     for result in report.get("results", []):
         console.print(acceptance_table(result))
         if len(result["overall"]["systems"]) > 1:
@@ -224,9 +245,13 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(stages_table(result, accelerator=not report["machine"]["device"].startswith("cpu")))
         for system in (DRAFTED, PLAIN):
             if result["equality"] is not None:
-                lines = equality_report(result["equality"]["compared"], result["equality"][system]["different"], system)
-                console.print("\n".join(lines), markup=False, highlight=False)
+                different = result["equality"][system]["different"]
+                show_equality(result["equality"]["compared"], different, system, console)
         skipped.update({(entry["name"], entry["turn"]): entry for entry in result["skipped"]})
+    if len(report.get("results", [])) > 1:
+        settings = report["settings"]
+        title = f"{settings['drafter']}, {settings['nodes']} nodes: mean accepted length"
+        console.print(rules_table(report["results"], title))
     for entry in skipped.values():
         why = f"{entry['prompt_tokens']} tokens, at most {entry['limit']} fit" if entry["prompt_tokens"] else "empty"
         console.print(f"skipped {entry['name']}, turn {entry['turn']}: {why}", markup=False, highlight=False)
@@ -236,6 +261,12 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print("interrupted: these are the results so far", style="bold red")
 
 
+def show_equality(compared: int, different: list[dict[str, Any]], what: str, console: Console) -> None:
+    console.print(equality_headline(compared, different, what), markup=False, highlight=False)
+    if different:
+        console.print(divergence_table(different))
+
+
 def run(options: argparse.Namespace) -> int:
     questions = load_questions(options)
     model = load_model(options)
@@ -243,10 +274,10 @@ def run(options: argparse.Namespace) -> int:
     check_ids(questions, model.target.vocab_size)
     needs_text = any(question.prompt_ids is None for question in questions)
     tokenizer = load_tokenizer(model, options) if needs_text else None
-    report, code = (measure_equality if options.equality else measure)(model, tokenizer, questions, options)
+    report, code = (measure_comparison if options.compare else measure)(model, tokenizer, questions, options)
     console = Console()
     show(report, console)
-    if report.get("results") or "equality" in report:
+    if report.get("results") or "answers" in report:
         write_json(options.output, report)
         console.print(f"written to {options.output}", markup=False, highlight=False, soft_wrap=True)
     return code

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from mtp.model import SpeculativeModel
+from mtp.rules import AUTO
 from mtp.stats import AcceptanceStats
 from serve.loading import pad_token_id
 from train.evaluate import left_padded
@@ -30,14 +31,14 @@ class Decoding:
             target's generation config asks for.  Penalties that it asks for stay in force, for all systems.
         seed: of the draws.
         nodes: of a draft tree; None is the drafter's own choice.
-        drawn: draw the drafter's children at random.
+        rule: of acceptance, by name, for drafting (``mtp.rules``).
     """
 
     max_new_tokens: int
     temperature: float = 0.0
     seed: int = 0
     nodes: int | None = None
-    drawn: bool = False
+    rule: str = AUTO
 
     def options(self) -> dict[str, Any]:
         """Arguments of ``generate``."""
@@ -145,7 +146,7 @@ def _call_of(
         "return_dict_in_generate": True,
         "nodes": decoding.nodes,
         "drafter": "none" if system == PLAIN else None,
-        "rule": "rejection" if decoding.drawn and system == DRAFTED else "auto",
+        "rule": decoding.rule if system == DRAFTED else AUTO,
         "on_token": None if clock is None else clock.on_token,
     }
 
@@ -165,22 +166,6 @@ def rounds_of(kept: Sequence[bool]) -> tuple[int, int]:
     rounds = list(kept[1:])
     unfinished = bool(rounds) and rounds[-1]
     return rounds.count(False) + unfinished, len(rounds)
-
-
-def first_divergence(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """The first position at which two answers differ, the end of the shorter one included; None if they are equal."""
-    if list(expected) == list(found):
-        return None
-    shared = min(len(expected), len(found))
-    return next((at for at in range(shared) if expected[at] != found[at]), shared)
-
-
-@torch.no_grad()
-def logit_margin(model: SpeculativeModel, prefix: Sequence[int], expected: int, found: int) -> float:
-    """By how much the plain target prefers one token to another: a near-tie tells rounding from a mistake."""
-    tokens = torch.tensor([list(prefix)], device=model.target.device)
-    logits = model.target.causal_lm(input_ids=tokens, logits_to_keep=1).logits[0, -1].float()
-    return float(logits[expected] - logits[found])
 
 
 def _wait_for(device: torch.device) -> None:

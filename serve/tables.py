@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.markup import escape
@@ -20,6 +20,11 @@ SPEED_CAPTION = (
     "Tokens per second of wall time on the same prompts, one at a time, reading the prompt inside. plain: the same "
     "engine without drafting. "
 )
+RULES_CAPTION = "Mean accepted length: committed tokens per pass of the target (plain decoding: 1.00)."
+DIVERGENCE_CAPTION = (
+    "The first token that differs, by its id. margin: by how much the plain target prefers the expected one, in one "
+    "pass over the text before; rounding: what the target's dtype can turn around."
+)
 SAME_TOKENS = "All give the same tokens, so a speed-up is also the ratio of wall times."
 OTHER_DRAWS = "Answers are other draws and differ in length, so a speed-up is no ratio of wall times."
 
@@ -27,7 +32,7 @@ OTHER_DRAWS = "Answers are other draws and differ in length, so a speed-up is no
 def acceptance_table(result: dict[str, Any]) -> Table:
     """How many guessed tokens were kept, by category and over all."""
     temperature = result["temperature"]
-    title = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
+    title = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}, rule {result['rule']}"
     headings = ["prompts", "tau", *(f"{at} or more" for at in range(1, POSITIONS + 1))]
     return _by_category(result, headings, _acceptance_cells, title, ACCEPTANCE_CAPTION)
 
@@ -88,16 +93,45 @@ def stages_table(result: dict[str, Any], accelerator: bool = False) -> Table:
     return table
 
 
-def equality_report(compared: int, different: list[dict[str, Any]], what: str) -> list[str]:
-    """In words: how many answers are ``transformers``' own, and where each of the others leaves it."""
-    lines = [f"{what}: {compared - len(different)} of {compared} greedy answers are the ones transformers gives"]
+def rules_table(results: Sequence[dict[str, Any]], title: str) -> Table:
+    """Mean accepted length by rule and temperature; a rule that was not measured at a temperature shows a dash."""
+    table = Table(title=title, caption=RULES_CAPTION, caption_justify="left")
+    table.add_column("rule")
+    temperatures = list(dict.fromkeys(result["temperature"] for result in results))
+    for temperature in temperatures:
+        table.add_column("greedy" if temperature == 0 else f"T = {temperature:g}", justify="right")
+    taus = {(each["rule"], each["temperature"]): each["overall"]["mean_accepted_length"] for each in results}
+    for rule in dict.fromkeys(result["rule"] for result in results):
+        cells = [taus.get((rule, temperature)) for temperature in temperatures]
+        table.add_row(rule, *("-" if tau is None else f"{tau:.2f}" for tau in cells))
+    return table
+
+
+def equality_headline(compared: int, different: Sequence[dict[str, Any]], what: str) -> str:
+    """How many answers are ``transformers``' own, and how many of the others rounding explains."""
+    line = f"{what}: {compared - len(different)} of {compared} greedy answers are the ones transformers gives"
+    if different:
+        ties = sum(entry["within_rounding"] for entry in different)
+        line += f"; of the others {ties} part at a near-tie, {len(different) - ties} do not"
+    return line
+
+
+def divergence_table(different: Sequence[dict[str, Any]]) -> Table:
+    """Where answers leave those of ``transformers``."""
+    table = Table(caption=DIVERGENCE_CAPTION, caption_justify="left")
+    for heading in ("prompt", "batch", "new token", "expected", "found", "margin", "rounding", "near-tie"):
+        table.add_column(heading, justify="left" if heading == "prompt" else "right")
     for entry in different:
-        where = entry["name"]
-        if "batch_size" in entry:
-            where += f", batches of {entry['batch_size']}"
-        if entry.get("turn", 1) > 1:
-            where += f", turn {entry['turn']}"
-        margin = "" if entry["logit_margin"] is None else f" (their logits are {entry['logit_margin']:.2g} apart)"
-        expected, found = ("the end" if entry[key] is None else f"token {entry[key]}" for key in ("expected", "found"))
-        lines.append(f"  {where}: new token {entry['position']} is {found}, expected {expected}{margin}")
-    return lines
+        turn = f", turn {entry['turn']}" if entry.get("turn", 1) > 1 else ""
+        tokens = ("end" if entry[key] is None else str(entry[key]) for key in ("expected", "found"))
+        sizes = ("-" if entry[key] is None else f"{entry[key]:.2g}" for key in ("logit_margin", "rounding"))
+        table.add_row(
+            escape(entry["name"] + turn),
+            str(entry.get("batch_size", 1)),
+            str(entry["position"]),
+            *tokens,
+            *sizes,
+            "yes" if entry["within_rounding"] else "no",
+            style=None if entry["within_rounding"] else "bold red",
+        )
+    return table

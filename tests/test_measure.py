@@ -11,14 +11,16 @@ import pytest
 import torch
 from datasets import Dataset
 from talking import knowing, plain_answer, save_talking_checkpoint, write_jsonl
-from tiny import random_prompts
+from tiny import random_prompts, tiny_head, tiny_model
 
 import mtp
 import mtp.sampling
 import serve.comparison
 from mtp.stats import AcceptanceStats
+from mtp.target import Target
 from mtp.verify import Verdict
-from serve.comparison import Comparison, Tally, check_equality, divergence
+from serve.comparison import Comparison, Tally
+from serve.divergence import compare_answers, divergence, first_divergence, plain_logits, rounding_of
 from serve.measure import main
 from serve.questions import Conversation, Question, category_batches, first_of_each, parse_question, read_questions
 from serve.systems import (
@@ -28,7 +30,6 @@ from serve.systems import (
     Answer,
     Decoding,
     Outcome,
-    first_divergence,
     rounds_of,
     run_system,
     up_to_end,
@@ -185,9 +186,41 @@ def test_a_divergence_names_both_tokens_and_how_near_they_were(model: mtp.Specul
     difference = divergence(model, prompt, expected, found)
     assert difference is not None
     assert (difference["position"], difference["expected"], difference["found"]) == (3, expected[3], found[3])
-    assert difference["logit_margin"] > 0
+    assert difference["logit_margin"] > difference["rounding"] > 0
+    assert not difference["within_rounding"]
     shorter = divergence(model, prompt, expected, expected[:2])
-    assert shorter == {"position": 2, "expected": expected[2], "found": None, "logit_margin": None}
+    assert shorter is not None
+    assert (shorter["position"], shorter["expected"], shorter["found"]) == (2, expected[2], None)
+    assert (shorter["logit_margin"], shorter["within_rounding"]) == (None, False)
+
+
+def test_rounding_is_in_units_of_the_last_place_of_the_largest_logit() -> None:
+    for dtype, units in ((torch.float32, 40), (torch.bfloat16, 8)):
+        logits = torch.tensor([1.0, -20.0, 3.0], dtype=dtype)
+        next_up = torch.nextafter(torch.tensor(20.0, dtype=dtype), torch.tensor(99.0, dtype=dtype))
+        assert rounding_of(logits) == pytest.approx(units * float(next_up - 20))
+    assert rounding_of(torch.zeros(3)) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_in_bfloat16_part_at_near_ties_only(seed: int) -> None:
+    target = Target(tiny_model(seed=seed).to(torch.bfloat16))
+    prompts = [(str(at), prompt) for at, prompt in enumerate(random_prompts([5, 9, 3, 7, 4], seed))]
+    plain = mtp.SpeculativeModel(target, tiny_head("eagle3", target))
+    entries = compare_answers(plain, prompts, Decoding(24), [1, 4])
+    assert len(entries) == 10
+    assert all(entry["divergence"] is None or entry["divergence"]["within_rounding"] for entry in entries)
+
+
+def test_a_mistake_in_bfloat16_is_no_near_tie() -> None:
+    target = Target(tiny_model().to(torch.bfloat16))
+    model = mtp.SpeculativeModel(target, tiny_head("eagle3", target))
+    (prompt,) = random_prompts([5])
+    expected = run_system(model, TRANSFORMERS, [prompt], Decoding(6)).answers[0].ids
+    unlikely = int(plain_logits(model, [*prompt, *expected[:2]]).argmin())
+    difference = divergence(model, prompt, expected, [*expected[:2], unlikely, *expected[3:]])
+    assert difference is not None
+    assert (difference["position"], difference["within_rounding"]) == (2, False)
 
 
 def careless_walk(tree: mtp.TokenTree, choices: torch.Tensor) -> Verdict:
@@ -203,26 +236,33 @@ def test_equality_holds_in_batches_and_fails_with_a_careless_verifier(
     prompts = random_prompts([5, 8, 3, 6, 4], vocab=250)
     named = [(f"q{at}", prompt) for at, prompt in enumerate(prompts)]
     knower = knowing(model, prompts, 10)
-    assert check_equality(knower, named, Decoding(10), [1, 4]) == []
-    assert check_equality(model, named, Decoding(10), [1, 4]) == []
+    for drafting in (knower, model):
+        entries = compare_answers(drafting, named, Decoding(10), [1, 4])
+        assert [(entry["batch_size"], entry["name"]) for entry in entries] == [
+            (size, name) for size in (1, 4) for name, _ in named
+        ]
+        assert all(entry["divergence"] is None for entry in entries)
     monkeypatch.setattr(mtp.sampling, "walk", careless_walk)
-    different = check_equality(model, named, Decoding(10), [1, 4])
+    different = [entry for entry in compare_answers(model, named, Decoding(10), [1, 4]) if entry["divergence"]]
     assert {entry["batch_size"] for entry in different} == {1, 4}
-    assert all(entry["position"] == 1 and entry["logit_margin"] > 0 for entry in different)
+    assert all(entry["divergence"]["position"] == 1 for entry in different)
+    assert all(not entry["divergence"]["within_rounding"] for entry in different)
 
 
 def test_equality_fails_the_program(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     data = write_jsonl(tmp_path / "q.jsonl", QUESTIONS)
-    arguments = [str(checkpoint), "--data", str(data), "--equality", "--max-new-tokens", "6"]
-    arguments += ["--output", str(tmp_path / "equality.json")]
+    arguments = [str(checkpoint), "--data", str(data), "--compare", "--max-new-tokens", "6"]
+    arguments += ["--output", str(tmp_path / "compare.json")]
     assert main(arguments) == 0
     assert "6 of 6 greedy answers" in capsys.readouterr().out
     monkeypatch.setattr(mtp.sampling, "walk", careless_walk)
     assert main(arguments) == 1
-    assert "new token 1 is token" in capsys.readouterr().out
-    assert json.loads((tmp_path / "equality.json").read_text())["equality"]["different"]
+    assert "near-tie" in capsys.readouterr().out
+    answers = json.loads((tmp_path / "compare.json").read_text())["answers"]
+    assert len(answers) == 6
+    assert any(answer["divergence"] and not answer["divergence"]["within_rounding"] for answer in answers)
 
 
 # The program
@@ -232,16 +272,17 @@ def test_the_report_holds_everything(checkpoint: Path, tmp_path: Path, capsys: A
     data = write_jsonl(tmp_path / "spec.jsonl", QUESTIONS)
     output = tmp_path / "deep" / "report.json"
     arguments = [str(checkpoint), "--data", str(data), "--max-new-tokens", "6", "--temperature", "0", "1.0"]
-    assert main([*arguments, "--drawn", "--nodes", "5", "--output", str(output)]) == 0
+    assert main([*arguments, "--rule", "walk", "rejection", "--nodes", "5", "--output", str(output)]) == 0
     report = json.loads(output.read_text())
     assert report["complete"] is True
     assert {"mtp", "torch", "transformers", "python"} == set(report["versions"])
     assert report["machine"]["dtype"] == "float32"
     assert report["settings"]["nodes"] == 5
-    greedy, sampled = report["results"]
+    greedy, walked, rejected = report["results"]
     assert greedy["equality"]["drafted"] == {"equal": 3, "different": []}
-    assert sampled["equality"] is None
-    for result in (greedy, sampled):
+    assert [result["rule"] for result in report["results"]] == ["auto", "walk", "rejection"]
+    assert walked["equality"] is rejected["equality"] is None
+    for result in (greedy, walked, rejected):
         assert set(result["categories"]) == {"writing", "maths"}
         assert [record["name"] for record in result["records"]] == ["1", "3", "2"]
         parts = result["categories"].values()
@@ -251,13 +292,20 @@ def test_the_report_holds_everything(checkpoint: Path, tmp_path: Path, capsys: A
         assert all(numbers["mean_time_to_first_token"] > 0 for numbers in result["overall"]["systems"].values())
         assert sum(result["overall"]["stage_shares"].values()) == pytest.approx(1, abs=1e-3)
     printed = capsys.readouterr().out
-    for words in ("greedy", "sampled at temperature 1", "writing", "all", "tau"):
+    for words in (
+        "greedy",
+        "sampled at temperature 1, rule rejection",
+        "T = 1",
+        "writing",
+        "all",
+        "tau",
+    ):
         assert words in printed
 
 
 def test_sampled_results_repeat_with_the_seed(model: mtp.SpeculativeModel) -> None:
     prompts = random_prompts([5], vocab=250)
-    decoding = Decoding(12, temperature=1.0, seed=3, drawn=True)
+    decoding = Decoding(12, temperature=1.0, seed=3, rule="rejection")
     first, again = (run_system(model, DRAFTED, prompts, decoding).answers[0].ids for _ in range(2))
     other = run_system(model, DRAFTED, prompts, decoding, seed=4).answers[0].ids
     assert first == again
@@ -398,9 +446,9 @@ def test_a_wrong_target_is_refused_in_the_librarys_words(checkpoint: Path, tmp_p
     [
         ["--batch-size", "4"],
         ["--only-acceptance", "--batch-size", "1", "4"],
-        ["--equality", "--temperature", "1"],
-        ["--equality", "--all-turns"],
-        ["--drawn"],
+        ["--compare", "--temperature", "1"],
+        ["--compare", "--all-turns"],
+        ["--rule", "rejection"],
         ["--limit", "0"],
         ["--held-out-fraction", "0"],
     ],
