@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from mtp.model import SpeculativeModel
 from mtp.stats import AcceptanceStats
 from serve.loading import pad_token_id
-from train.evaluate import left_padded
+from train.generation import left_padded, up_to_end
 
 DRAFTED, PLAIN, TRANSFORMERS = "drafted", "plain", "transformers"
 SYSTEMS = (DRAFTED, PLAIN, TRANSFORMERS)
@@ -148,12 +148,6 @@ def _call_of(
         "drawn": decoding.drawn and system == DRAFTED,
         "on_token": None if clock is None else clock.on_token,
     }
-
-
-def up_to_end(ids: Sequence[int], end_ids: Sequence[int]) -> list[int]:
-    """The tokens up to the first end token, this included: what follows is padding and counts for nothing."""
-    ids = list(ids)
-    return next((ids[: at + 1] for at, token in enumerate(ids) if token in end_ids), ids)
 
 
 def rounds_of(kept: Sequence[bool]) -> tuple[int, int]:
