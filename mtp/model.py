@@ -135,6 +135,7 @@ def speculate(
                 f"it was called on another {type(lm).__name__}, whose text would not be that model's."
             )
         refuse_unsupported_settings(generation_config, model_kwargs)
+        refuse_ignored_inputs(input_ids, model_kwargs)
         if input_ids.shape[0] > 1 and padding_token(generation_config) is None and len(stopping_criteria) > 1:
             raise ValueError("Rows that end at different lengths need a pad_token_id (there is no end token).")
         sampler = TargetSampler(logits_processor, generation_config.do_sample, input_ids.shape[0])
@@ -222,6 +223,9 @@ def refuse_unsupported_settings(config: GenerationConfig, model_kwargs: dict[str
             raise ValueError(f"{name}=True is not supported with drafting yet; leave it out.")
     if getattr(config, "penalty_alpha", None):
         raise ValueError("Contrastive search (penalty_alpha) ranks several continuations; drafting verifies one.")
+    for name in ("constraints", "force_words_ids"):
+        if getattr(config, name, None):
+            raise ValueError(f"{name} needs beam search, which keeps several continuations; drafting verifies one.")
     for name in ("prompt_lookup_num_tokens", "dola_layers"):
         if getattr(config, name, None):
             raise ValueError(f"{name} asks for another way of decoding; choose one with drafter=... instead.")
@@ -231,6 +235,31 @@ def refuse_unsupported_settings(config: GenerationConfig, model_kwargs: dict[str
         )
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds: drafting needs token ids; pass input_ids.")
+
+
+# What Transformers prepares for every decoding method: the round loop reads it or makes its own.
+PREPARED = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
+
+
+def refuse_ignored_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Raise for inputs of the model that would not reach it: a tree pass hands over token ids and their positions.
+
+    Raises:
+        ValueError: for other inputs (images, token types ...), and for positions that do not count each row's tokens.
+    """
+    ignored = sorted(name for name, value in model_kwargs.items() if name not in PREPARED and value is not None)
+    if ignored:
+        raise ValueError(
+            f"Found {', '.join(ignored)}: drafting hands token ids to the target and nothing else, so the text would "
+            "not depend on them. Leave them out, or use the target's own generate."
+        )
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    real = torch.ones_like(input_ids) if mask is None else mask
+    if positions is not None and ((positions != real.cumsum(-1) - 1) & real.bool()).any():
+        raise ValueError(
+            "position_ids: drafting counts the tokens of each row from 0, padding left out; found other positions. "
+            "Leave them out, or use the target's own generate."
+        )
 
 
 def _listener(streamer: BaseStreamer | None, on_token: TokenListener | None, batch_size: int) -> TokenListener | None:
