@@ -154,6 +154,16 @@ def test_a_wrong_argument_is_refused_in_transformers_words(name: str) -> None:
     assert str(found.value) == str(expected.value)
 
 
+def test_a_row_whose_mask_hides_everything_is_refused() -> None:
+    with pytest.raises(ValueError, match="hides all tokens of a row"):
+        speculative().generate(torch.tensor(ONE), attention_mask=torch.zeros(1, 5, dtype=torch.long), max_new_tokens=2)
+
+
+def test_an_assistant_model_changes_nothing() -> None:
+    expected, found = both(padded(ONE), assistant_model=tiny_model("llama", seed=2))
+    assert found.tolist() == expected.tolist()
+
+
 UNFIT: dict[str, tuple[str, dict[str, Any]]] = {
     "position_ids": ("gpt2", {"position_ids": torch.arange(5)[None] + 7}),
     "token_type_ids": ("gpt2", {"token_type_ids": torch.ones(1, 5, dtype=torch.long)}),
