@@ -23,7 +23,12 @@ from mtp.drafters import Drafter, Draw, PlainDrafter, drafter_by_name
 from mtp.heads import Head
 from mtp.past import Past
 from mtp.planner import CostPlanner, FixedPlanner, Planner
-from mtp.refusals import refuse_foreign_past, refuse_unsupported_arguments, refuse_unsupported_settings
+from mtp.refusals import (
+    refuse_foreign_past,
+    refuse_ignored_inputs,
+    refuse_unsupported_arguments,
+    refuse_unsupported_settings,
+)
 from mtp.rules import AUTO, rule_for
 from mtp.sampling import TargetSampler
 from mtp.stats import AcceptanceStats
@@ -175,7 +180,8 @@ def speculate(
                 f"speculate(model) belongs to the {type(model.target.causal_lm).__name__} that model verifies with; "
                 f"it was called on another {type(lm).__name__}, whose text would not be that model's."
             )
-        refuse_unsupported_settings(generation_config, model_kwargs)
+        refuse_unsupported_settings(generation_config)
+        refuse_ignored_inputs(input_ids, model_kwargs)
         if input_ids.shape[0] > 1 and padding_token(generation_config) is None and len(stopping_criteria) > 1:
             raise ValueError("Rows that end at different lengths need a pad_token_id (there is no end token).")
         batch_size = input_ids.shape[0]

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
 from mtp.past import Past
 from mtp.target import Target
 
-# What Transformers hands a decoding method beside the token ids, all of which we honour or do better without.
-UNDERSTOOD = {"attention_mask", "cache", "past_key_values", "use_cache", "logits_to_keep", "position_ids"}
+# What Transformers prepares for every decoding method: the round loop reads it or makes its own.
+PREPARED = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
 
 # Arguments of ``generate`` that name another way of decoding or something that drafting has no place for.
 ARGUMENTS = {
-    "past_key_values": "a drafter has a state too; pass past=..., as an earlier call returned it",
-    "cache": "a drafter has a state too; pass past=..., as an earlier call returned it",
     "assistant_model": "a smaller model is a drafter here: pass drafter=... instead",
     "custom_generate": "SpeculativeModel.generate is itself one; call the target's own generate for another",
     "inputs_embeds": "drafting needs token ids; pass input_ids",
     "negative_prompt_ids": "guidance runs the model on a second prompt at every step, which cannot be drafted for yet",
-    "position_ids": "positions follow from the attention mask; leave it out",
 }
 
 # Settings of a GenerationConfig, with the values that ask for nothing, and why anything else is refused.
@@ -44,7 +43,6 @@ SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
         (None, False),
         "hidden states are those of the verified trees; run the target on the result",
     ),
-    "cache_implementation": ((None, "dynamic"), "drafting keeps its own cache, whose branches can be taken back"),
     "token_healing": ((None, False), "heal the prompt first, with the target's own heal_tokens"),
 }
 
@@ -56,19 +54,45 @@ def refuse_unsupported_arguments(arguments: dict[str, Any]) -> None:
             raise ValueError(f"{name} is not supported with drafting: {reason}.")
 
 
-def refuse_unsupported_settings(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for settings and model inputs that would otherwise be ignored or mean something else."""
+def refuse_unsupported_settings(config: GenerationConfig) -> None:
+    """Raise ``ValueError`` for settings that would otherwise be ignored or mean something else."""
     for name, (harmless, reason) in SETTINGS.items():
         value = getattr(config, name, None)
         if value not in harmless:
             raise ValueError(f"{name}={value!r} is not supported with drafting: {reason}.")
+    if config.cache_implementation == "quantized":  # the other kinds hold the same numbers, and the text is the same
+        raise ValueError(
+            "cache_implementation='quantized' changes the target's text; drafting keeps a cache of its own, in full "
+            "precision. Leave it out."
+        )
+
+
+def refuse_ignored_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Raise for inputs of the model that would not reach it: a tree pass hands over token ids and their positions.
+
+    Raises:
+        ValueError: for other inputs (images, token types ...), for positions that do not count each row's tokens, and
+            for a cache that holds something.
+    """
+    ignored = sorted(name for name, value in model_kwargs.items() if name not in PREPARED and value is not None)
+    if ignored:
+        raise ValueError(
+            f"Found {', '.join(ignored)}: drafting hands token ids to the target and nothing else, so the text would "
+            "not depend on them. Leave them out, or use the target's own generate."
+        )
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    real = torch.ones_like(input_ids) if mask is None else mask
+    if positions is not None and ((positions != real.cumsum(-1) - 1) & real.bool()).any():
+        raise ValueError(
+            "position_ids: drafting counts the tokens of each row from 0, padding left out; found other positions. "
+            "Leave them out, or use the target's own generate."
+        )
     for name in ("cache", "past_key_values"):  # Transformers has made an empty one; one with tokens is the caller's
         if (cache := model_kwargs.get(name)) is not None and cache.get_seq_length() > 0:
-            raise ValueError(f"{name} holds {cache.get_seq_length()} tokens: {ARGUMENTS[name]}.")
-    for name, value in model_kwargs.items():
-        if name not in UNDERSTOOD and value is not None:
-            reason = ARGUMENTS.get(name, "only text can be drafted; the target's own generate takes it")
-            raise ValueError(f"{name} is not supported with drafting: {reason}.")
+            raise ValueError(
+                f"{name} holds {cache.get_seq_length()} tokens, but a drafter has a state too: pass past=..., as an "
+                "earlier drafted call returned it, or an empty cache."
+            )
 
 
 def refuse_foreign_past(past: Any, target: Target) -> None:

@@ -15,7 +15,7 @@ from mtp.model import SpeculativeModel
 from mtp.rules import AUTO
 from mtp.stats import AcceptanceStats
 from serve.loading import pad_token_id
-from train.evaluate import left_padded
+from train.generation import left_padded, up_to_end
 
 DRAFTED, PLAIN, TRANSFORMERS = "drafted", "plain", "transformers"
 SYSTEMS = (DRAFTED, PLAIN, TRANSFORMERS)
@@ -149,12 +149,6 @@ def _call_of(
         "rule": decoding.rule if system == DRAFTED else AUTO,
         "on_token": None if clock is None else clock.on_token,
     }
-
-
-def up_to_end(ids: Sequence[int], end_ids: Sequence[int]) -> list[int]:
-    """The tokens up to the first end token, this included: what follows is padding and counts for nothing."""
-    ids = list(ids)
-    return next((ids[: at + 1] for at, token in enumerate(ids) if token in end_ids), ids)
 
 
 def rounds_of(kept: Sequence[bool]) -> tuple[int, int]:

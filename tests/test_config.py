@@ -40,6 +40,30 @@ def test_a_wrong_type_is_refused_with_what_was_found_and_expected(override: str)
         load_config([*REQUIRED, override])
 
 
+@pytest.mark.parametrize(
+    ("key", "allowed"),
+    [
+        ("features.dtype", "auto or float32 or bfloat16 or float16"),
+        ("target.dtype", "auto or float32 or bfloat16 or float16"),
+        ("features.mode", "online or cached"),
+        ("mixed_precision", "no or bf16 or fp16 or null"),
+    ],
+)
+def test_a_name_that_is_none_of_those_there_are_is_refused_with_all_of_them(key: str, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: found 'bloat16' \(str\), expected {allowed}\."):
+        load_config([*REQUIRED, f"{key}=bloat16"])
+
+
+def test_a_name_that_is_one_of_those_there_are_is_taken() -> None:
+    config = load_config([*REQUIRED, "features.dtype=bfloat16", "features.mode=cached"])
+    assert (config.features.dtype, config.features.mode) == ("bfloat16", "cached")
+
+
+@pytest.mark.parametrize(("text", "value"), [("null", None), ("no", "no"), ("bf16", "bf16")])
+def test_mixed_precision_may_be_left_to_accelerate_or_named(text: str, value: str | None) -> None:
+    assert load_config([*REQUIRED, f"mixed_precision={text}"]).mixed_precision == value
+
+
 def test_a_missing_recipe_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"No recipe at nowhere\.yaml"):
         load_config(["nowhere.yaml"])

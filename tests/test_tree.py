@@ -8,21 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import path_to, random_parents, random_tree
+from tiny import path_to, random_tree
 
-from mtp.attention import AttentionPass
 from mtp.tree import TokenTree, ancestor_mask
-
-
-@given(st.integers(0, 10_000), st.integers(1, 40), st.integers(1, 3))
-def test_ancestor_mask_is_the_naive_relation(seed: int, nodes: int, batch: int) -> None:
-    rng = random.Random(seed)
-    parents = [random_parents(rng, nodes) for _ in range(batch)]
-    naive = torch.zeros(batch, nodes, nodes, dtype=torch.bool)
-    for row in range(batch):
-        for node in range(nodes):
-            naive[row, node, path_to(parents[row], node)] = True
-    assert torch.equal(ancestor_mask(torch.tensor(parents)), naive)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 64, 129])
@@ -37,14 +25,6 @@ def test_depths_count_the_drafted_tokens_on_the_path(seed: int, nodes: int) -> N
     for row in range(2):
         parents = tree.parents[row].tolist()
         assert tree.depths[row].tolist() == [len(path_to(parents, node)) - 1 for node in range(nodes)]
-
-
-@given(st.integers(0, 10_000))
-def test_positions_follow_the_rows_prefix_by_depth(seed: int) -> None:
-    tree = random_tree(random.Random(seed), batch=2, nodes=6)
-    lengths = torch.tensor([3, 9])
-    positions = AttentionPass.over_tree(tree, lengths, 9).positions
-    assert torch.equal(positions, lengths[:, None] + tree.depths)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 12))

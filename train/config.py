@@ -9,9 +9,11 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
+
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class ConfigError(ValueError):
@@ -31,7 +33,7 @@ class TargetConfig:
 
     path: str = ""
     revision: str | None = None
-    dtype: str = "auto"
+    dtype: Precision = "auto"
     trust_remote_code: bool = False
 
 
@@ -61,11 +63,12 @@ class FeaturesConfig:
         folder: of the cache; by default ``features`` inside the run's folder.
         dtype: precision in which the target computes them: ``auto`` is bfloat16 on CPUs that multiply it natively
             (half the time; the target's distributions move by about 1 % in total variation), else the target's own.
+            Only a float32 target can compute in another precision than its own.
     """
 
-    mode: str = "online"
+    mode: Literal["online", "cached"] = "online"
     folder: str | None = None
-    dtype: str = "auto"
+    dtype: Precision = "auto"
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class RunConfig:
     keep_checkpoints: int = 2
     log_every: int = 10
     report_to: tuple[str, ...] = ()
-    mixed_precision: str | None = None
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     bundle_target: bool = False
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -218,7 +221,8 @@ def build(schema: type[Any], values: Any, prefix: str = "") -> Any:
 def _convert(kind: Any, value: Any, key: str) -> Any:
     if is_dataclass(kind) and isinstance(kind, type):
         return build(kind, value, f"{key}.")
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    options = typing.get_args(kind) if is_union else (kind,)
     for option in options:
         origin = typing.get_origin(option) or option
         if option is type(None):
@@ -235,10 +239,22 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
         elif origin is dict:
             if isinstance(value, dict):
                 return value
+        elif origin is Literal:
+            name = "no" if value is False else value  # YAML reads a bare no as a truth value
+            if name in typing.get_args(option):
+                return name
         elif isinstance(value, origin) and not (origin is int and isinstance(value, bool)):
             return value
-    names = " or ".join("null" if o is type(None) else getattr(o, "__name__", str(o)) for o in options)
-    raise ConfigError(f"{key}: found {value!r} ({type(value).__name__}), expected {names}.")
+    raise ConfigError(
+        f"{key}: found {value!r} ({type(value).__name__}), expected {' or '.join(map(_name_of, options))}."
+    )
+
+
+def _name_of(kind: Any) -> str:
+    """What a person calls a type, or the values there are."""
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(map(str, typing.get_args(kind)))
+    return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))
 
 
 def _as_float(value: Any) -> float | None:

@@ -14,6 +14,7 @@ from mtp.model import SpeculativeModel
 from mtp.stats import AcceptanceStats
 from mtp.target import Target
 from train.data import Row
+from train.generation import left_padded
 from train.losses import soft_cross_entropy
 
 RANKS = 10
@@ -111,14 +112,3 @@ def decode_acceptance(
         "data": f"{len(rows)} held-out prompts",
         "settings": f"greedy, {max_new_tokens} new tokens, trees of {nodes or model.default_nodes} nodes",
     }
-
-
-def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompts of different length as ``generate`` takes them: token ids ``[B, T]`` and attention mask ``[B, T]``."""
-    longest = max(len(prompt) for prompt in prompts)
-    tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for at, prompt in enumerate(prompts):
-        tokens[at, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[at, longest - len(prompt) :] = 1
-    return tokens.to(device), mask.to(device)

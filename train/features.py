@@ -22,6 +22,7 @@ from tqdm import tqdm
 from mtp.drafters.base import TargetStates
 from mtp.files import whole_file, write_json
 from mtp.target import Target
+from train.config import ConfigError, Precision
 from train.data import Row, length_batches
 
 logger = logging.getLogger(__name__)
@@ -146,10 +147,22 @@ class CachedFeatures(FeatureSource):
         return hidden.to(device), None if taps is None else taps.to(device)
 
 
-def resolve_dtype(name: str, target: Target) -> torch.dtype:
-    """The precision that ``features.dtype`` names; ``auto`` is bfloat16 where a CPU multiplies it natively."""
+def resolve_dtype(name: Precision, target: Target) -> torch.dtype:
+    """The precision that ``features.dtype`` names; ``auto`` is bfloat16 where a CPU multiplies it natively.
+
+    Raises:
+        ConfigError: for a precision that the target cannot compute in: its weights were rounded when it was loaded, and
+            autocast only ever narrows float32.
+    """
     if name != "auto":
-        return getattr(torch, name)
+        dtype: torch.dtype = getattr(torch, name)
+        if dtype != target.dtype and target.dtype != torch.float32:
+            own = str(target.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"features.dtype: found {name}, but the target is loaded in {own} and computes in nothing else. "
+                f"Set target.dtype={name}, or leave features.dtype at auto."
+            )
+        return dtype
     if target.device.type == "cpu" and target.dtype == torch.float32 and torch.cpu._is_avx512_bf16_supported():
         return torch.bfloat16
     return target.dtype

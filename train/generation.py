@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -118,25 +119,20 @@ class Generator:
     def _batch(
         self, prompts: list[Sequence[int]], sampling: Sampling, end_ids: set[int], progress: Progress | None
     ) -> list[list[int]]:
-        longest = max(len(ids) for ids in prompts)
-        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
+        ids, mask = left_padded(prompts, self.target.device)
         settings: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:
             settings = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         with self._plain_config():
             sequences = self.model.generate(
-                input_ids=ids.to(self.target.device),
-                attention_mask=mask.to(self.target.device),
+                input_ids=ids,
+                attention_mask=mask,
                 max_new_tokens=sampling.max_new_tokens,
                 eos_token_id=sorted(end_ids) or None,
                 on_token=progress and progress.watch(len(prompts), sampling.max_new_tokens, end_ids),
                 **settings,
             )
-        return sequences[:, longest:].tolist()
+        return sequences[:, ids.shape[1] :].tolist()
 
     @contextmanager
     def _plain_config(self) -> Iterator[None]:
@@ -148,9 +144,20 @@ class Generator:
             lm.generation_config = before
 
 
-def up_to_end(ids: list[int], end_ids: set[int]) -> list[int]:
-    """``ids`` up to the first end token, that one included; what follows is padding."""
-    return next((ids[: at + 1] for at, token in enumerate(ids) if token in end_ids), ids)
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts of different length as ``generate`` takes them: token ids ``[B, T]`` and attention mask ``[B, T]``."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+def up_to_end(ids: Sequence[int], end_ids: Container[int]) -> list[int]:
+    """``ids`` up to the first end token, that one included; what follows is padding and counts for nothing."""
+    return list(next((ids[: at + 1] for at, token in enumerate(ids) if token in end_ids), ids))
 
 
 def derived_seed(seed: int, purpose: str, index: int) -> int:

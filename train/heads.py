@@ -94,8 +94,6 @@ def feature_sources(
     dtype = resolve_dtype(config.features.dtype, target)
     if config.features.mode == "online":
         return OnlineFeatures(target, train, taps, dtype), OnlineFeatures(target, held_out, taps, dtype)
-    if config.features.mode != "cached":
-        raise ConfigError(f"features.mode: found {config.features.mode!r}, expected online or cached.")
     root = config.features.folder or str(Path(config.output) / "features")
     sources = tuple(CachedFeatures(target, rows, taps, root, dtype) for rows in (train, held_out))
     for source in sources:

@@ -592,11 +592,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "custom_generate": {"custom_generate": "somebody/else"},
     "inputs_embeds": {"inputs_embeds": torch.zeros(1, 3, 32)},
     "negative_prompt_ids": {"negative_prompt_ids": torch.tensor(ONE)},
-    "position_ids": {"position_ids": torch.arange(5)[None]},
+    "position_ids": {"position_ids": torch.arange(3, 8)[None]},
     "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
     "dola_layers": {"dola_layers": "low"},
     "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
-    "cache_implementation": {"cache_implementation": "static"},
+    "cache_implementation": {"cache_implementation": "quantized"},
     "nodes": {"nodes": 0},
     "drafter": {"drafter": "no such drafter"},
 }

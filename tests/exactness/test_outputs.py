@@ -231,11 +231,9 @@ def test_a_past_that_does_not_belong_here_is_refused() -> None:
     model = oracle(ONE)
     with pytest.raises(ValueError, match=r"DynamicCache.*earlier drafted generate"):
         drafted(model, ONE, past=DynamicCache())
-    with pytest.raises(ValueError, match=r"past=\.\.\."):
-        drafted(model, ONE, past_key_values=DynamicCache())
     used = DynamicCache()
     lm_of()(torch.tensor([ONE[0][:3]]), use_cache=True, **{cache_argument(type(lm_of())): used})
-    with pytest.raises(ValueError, match="holds 3 tokens"):
+    with pytest.raises(ValueError, match=r"holds 3 tokens.*past=\.\.\."):
         lm_of().generate(torch.tensor(ONE), custom_generate=mtp.speculate(model), past_key_values=used)
     with pytest.raises(ValueError, match="another target"):
         drafted(model, ONE, past=Past(Target(lm_of("gpt2"))))

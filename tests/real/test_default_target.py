@@ -19,8 +19,8 @@ from mtp.heads import HEADS
 from mtp.model import SpeculativeModel
 from mtp.target import Target
 from train.data import Row
-from train.evaluate import left_padded
 from train.features import OnlineFeatures
+from train.generation import left_padded
 from train.loop import training_batch
 
 pytestmark = pytest.mark.real_model
