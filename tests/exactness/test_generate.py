@@ -14,6 +14,7 @@ from architectures import ARCHITECTURES, CORE, LOCAL, PAD, POSITIONS
 from scipy.stats import chisquare
 from talking import letters
 from tiny import (
+    FOUR,
     VOCAB,
     ClutteringDrafter,
     OracleDrafter,
@@ -40,7 +41,6 @@ from mtp.tree import TokenTree
 FAMILIES = sorted(HEADS)
 NEW = 20
 ONE = random_prompts([5], seed=3)
-FOUR = random_prompts([4, 11, 7, 1], seed=4)  # the second is longer than the sliding window
 
 
 @cache
