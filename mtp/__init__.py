@@ -7,7 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from mtp.checkpoint import CheckpointError, load_head, load_target, load_tokenizer, save_checkpoint
+from mtp.checkpoint import (
+    CheckpointError,
+    load_head,
+    load_target,
+    load_tokenizer,
+    read_acceptance,
+    save_checkpoint,
+)
 from mtp.drafters import DRAFTERS, Drafter
 from mtp.heads import HEADS, Head
 from mtp.model import SpeculativeModel, SpeculativeOutput, speculate
@@ -44,7 +51,7 @@ def load(
     elif not isinstance(target, Target):
         target = Target(target)
     tokenizer = load_tokenizer(folder, target, trust_remote_code=trust_remote_code)
-    return SpeculativeModel(target, load_head(folder, target), tokenizer)
+    return SpeculativeModel(target, load_head(folder, target), tokenizer, read_acceptance(folder))
 
 
 def available_heads() -> list[str]:

@@ -115,6 +115,15 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def read_acceptance(folder: str | Path) -> float | None:
+    """The mean accepted length that the checkpoint's head was measured to have; None where it was not."""
+    try:
+        measured = json.loads((Path(folder) / ACCEPTANCE).read_text(encoding="utf-8"))
+        return float(measured["mean_accepted_length"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def load_head(folder: str | Path, target: Target, *, check_fingerprint: bool = True) -> Head:
     """The checkpoint's head, attached to ``target``.
 
@@ -207,7 +216,9 @@ def model_card(head: Head, reference: TargetReference, acceptance: dict[str, Any
         for name, values in acceptance.get("categories", {}).items():
             lines.append(f"| {name} | {values['mean_accepted_length']:.2f} | {values['target_passes']} |")
         if "mean_accepted_length" in acceptance:
-            lines.append(f"| **all** | **{acceptance['mean_accepted_length']:.2f}** | {acceptance['target_passes']} |")
+            lines.append(
+                f"| **all** | **{acceptance['mean_accepted_length']:.2f}** | {acceptance.get('target_passes', '')} |"
+            )
         lines += ["", f"On {acceptance.get('data', 'held-out rows')}; {acceptance.get('settings', 'greedy')}."]
     if training:
         lines += ["", "## Training recipe", "", "```json", json.dumps(training, indent=2), "```"]

@@ -17,7 +17,7 @@ from mtp.drafters.base import Drafter, Draw, TargetStates
 from mtp.past import Past
 from mtp.planner import Planner, RoundReport
 from mtp.sampling import NodeScores, TargetSampler
-from mtp.stats import AcceptanceStats
+from mtp.stats import AcceptanceStats, Drift
 from mtp.target import Target
 from mtp.tree import TokenTree
 from mtp.verify import Verdict
@@ -104,6 +104,7 @@ class Decoder:
         settings: tree size and kind.
         on_token: called with ``(row index, token, kept)`` for every token, in order; ``kept`` says whether the drafter
             had guessed it.
+        drift: is told what drafted rounds commit.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Decoder:
         stop: StopRule,
         settings: DecodeSettings,
         on_token: Callable[[int, int, bool], None] | None = None,
+        drift: Drift | None = None,
     ):
         self.target = target
         self.drafter = drafter
@@ -121,6 +123,7 @@ class Decoder:
         self.stop = stop
         self.settings = settings
         self.on_token = on_token
+        self.drift = drift
         self.stats = AcceptanceStats()
         self._lengths: list[int] = []
         if not sampler.rule.exact:
@@ -190,6 +193,8 @@ class Decoder:
                 committed=sum(counts) / len(counts),
                 promised=None if tree.worth is None else float(tree.worth.sum(1).mean()) - 1,
                 seconds=time.perf_counter() - started,
+                tree=tree,
+                verdict=verdict,
             )
         )
         return verdict.next_token
@@ -215,6 +220,8 @@ class Decoder:
                     break
             committed.append(min(used, counts[at]))
             self.stats.record(kept=min(counts[at] - 1, used), committed=used, drafted=drafted[at])
+            if drafted[at] and self.drift is not None:
+                self.drift.record(used)
         return committed
 
     def _prefill(

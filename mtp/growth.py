@@ -160,7 +160,7 @@ class BestFirstGrowth:
             valid=torch.ones_like(depths, dtype=torch.bool),
             log_q=torch.cat([torch.zeros_like(log_q[:, :1]), log_q], dim=1) if count else None,
             q=q,
-            worth=torch.cat([torch.ones_like(root, dtype=worth.dtype), worth], dim=1),
+            worth=torch.cat([torch.ones_like(root, dtype=worth.dtype), worth], dim=1) if q is None else None,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,12 +32,15 @@ from mtp.refusals import (
 )
 from mtp.rules import AUTO, rule_for
 from mtp.sampling import TargetSampler
-from mtp.stats import AcceptanceStats
+from mtp.stats import AcceptanceStats, Drift
 from mtp.target import Target
 from mtp.verify import Randomness
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_NODES: int | str = "auto"
 MOST_NODES = 64  # of trees whose size is left to the planner
+EXPECTED_LENGTH = 2.0  # mean accepted length of a drafter of which nothing is known
 FIXED_NODES = 16  # of trees of a fixed size, where neither the caller nor the drafter says
 TokenListener = Callable[[int, int, bool], None]
 
@@ -68,16 +72,19 @@ class SpeculativeModel:
         drafter: the guesser; a trained head or one of ``mtp.available_drafters()``.
         tokenizer: kept beside them for convenience; may be None.
         expected_length: mean accepted length that the drafter was measured to have.
+
+    Attributes:
+        drift: what it has come to of late, over all generations.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, tokenizer: Any = None, expected_length: float = 2.0):
+    def __init__(self, target: Target, drafter: Drafter, tokenizer: Any = None, expected_length: float | None = None):
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.lock = (
             threading.RLock()
         )  # a drafter keeps the state of one generation: those of several threads take turns
-        self.expected_length = expected_length
+        self.drift = Drift(expected_length)
         self._planners: WeakKeyDictionary[Drafter, CostPlanner] = WeakKeyDictionary()
         if isinstance(drafter, Head):
             drafter.attach(target)
@@ -106,7 +113,9 @@ class SpeculativeModel:
         if isinstance(drafter, PlainDrafter):
             return FixedPlanner(1)
         if drafter not in self._planners:
-            self._planners[drafter] = CostPlanner(Costs(self.target, drafter), MOST_NODES, self.expected_length)
+            self._planners[drafter] = CostPlanner(
+                Costs(self.target, drafter), MOST_NODES, self.drift.expected or EXPECTED_LENGTH
+            )
         return self._planners[drafter]
 
     @property
@@ -120,6 +129,7 @@ class SpeculativeModel:
         Args:
             nodes: most nodes of a draft tree, the root included; ``"auto"``, the default, makes trees as large as
                 pays on this machine, which is measured once, and decodes plainly where drafting does not pay.
+            planner: decides about the trees in place of ``nodes``; see ``mtp.planner``.
             drafter: another drafter for this call, an object or a name (``"none"`` decodes plainly).
             rule: of acceptance: one of ``mtp.available_rules()``.  All are exact but ``"typical"``, which says so in
                 ``acceptance.notes``; ``"auto"``, the default, is the walk.
@@ -135,7 +145,7 @@ class SpeculativeModel:
             ValueError: for what cannot be drafted for (beam search, scores of every step ...), saying why.
         """
         refuse_unsupported_arguments(kwargs)
-        names = ("nodes", "drafter", "rule", "on_token", "generator", "past")
+        names = ("nodes", "planner", "drafter", "rule", "on_token", "generator", "past")
         own = {name: kwargs.pop(name) for name in names if name in kwargs}
         decode = speculate(self, **own, streamer=kwargs.get("streamer"))
         return self.target.causal_lm.generate(*args, custom_generate=decode, **with_stop_strings(kwargs))
@@ -145,6 +155,7 @@ def speculate(
     model: SpeculativeModel,
     *,
     nodes: int | str | None = None,
+    planner: Planner | None = None,
     drafter: str | Drafter | None = None,
     rule: str = AUTO,
     on_token: TokenListener | None = None,
@@ -163,7 +174,7 @@ def speculate(
         drafter = model.drafter
     elif isinstance(drafter, str):
         drafter = drafter_by_name(drafter)
-    planner = model.planner(drafter, nodes)
+    planner = planner or model.planner(drafter, nodes)
     refuse_foreign_past(past, model.target)
 
     def decode(
@@ -204,6 +215,7 @@ def speculate(
             StopRule(stopping_criteria, input_ids.device, batch_size),
             settings,
             on_token=_listener(streamer, on_token, batch_size),
+            drift=model.drift if drafter is model.drafter else None,
         )
         if past is not None and batch_size > 1:
             raise ValueError(f"past continues a single text; found a batch of {batch_size}.")
@@ -212,6 +224,9 @@ def speculate(
         with model.lock:
             planner.prepare(batch_size)
             rows = decoder.run(real_tokens(padded, model_kwargs.get("attention_mask")), padded, kept_past)
+        if (warning := model.drift.warning()) is not None:
+            decoder.stats.notes.append(warning)
+            logger.warning(warning)
         if streamer is not None:
             streamer.end()
         sequences = pad_sequences(rows, generation_config, input_ids)

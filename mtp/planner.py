@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 from mtp.cost import Costs
 from mtp.drafters.base import Budget, RoundCosts
+from mtp.tree import TokenTree
+from mtp.verify import Verdict
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,16 @@ class RoundReport:
         committed: mean tokens committed a row, the target's own included.
         promised: mean accepted guesses a row that the drafter's confidences promised; None where it has none.
         seconds: wall time of the whole round.
+        tree: what was verified.
+        verdict: what was decided about it.
     """
 
     drafted: bool
     committed: float
     promised: float | None
     seconds: float
+    tree: TokenTree
+    verdict: Verdict
 
 
 class Planner(ABC):

@@ -74,7 +74,13 @@ def refuse_ignored_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> No
         ValueError: for other inputs (images, token types ...), for positions that do not count each row's tokens, and
             for a cache that holds something.
     """
-    ignored = sorted(name for name, value in model_kwargs.items() if name not in PREPARED and value is not None)
+    # Vision-language models are handed an empty collection where there is no image.
+    nothing: tuple[Any, ...] = (None, {}, [], ())
+    ignored = sorted(
+        name
+        for name, value in model_kwargs.items()
+        if name not in PREPARED and (isinstance(value, Tensor) or value not in nothing)
+    )
     if ignored:
         raise ValueError(
             f"Found {', '.join(ignored)}: drafting hands token ids to the target and nothing else, so the text would "

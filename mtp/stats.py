@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ class AcceptanceStats:
         target_passes: rounds; with several rows in a batch, one for each row that was still going.
         drafted_tokens: guessed nodes that were verified.
         histogram: how many rounds kept exactly so many guessed tokens.
+        plain_rounds: rounds in which nothing was guessed, because it would not have paid or was not asked for.
         seconds: wall time by stage.
         notes: what a reader should know, for example which processor forced the slow path.
     """
@@ -30,6 +31,7 @@ class AcceptanceStats:
     committed_tokens: int = 0
     target_passes: int = 0
     drafted_tokens: int = 0
+    plain_rounds: int = 0
     histogram: Counter[int] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     notes: list[str] = field(default_factory=list)
@@ -53,12 +55,14 @@ class AcceptanceStats:
         self.target_passes += 1
         self.committed_tokens += committed
         self.drafted_tokens += drafted
+        self.plain_rounds += drafted == 0
 
     def add(self, other: AcceptanceStats) -> None:
         """Take in another generation's counters."""
         self.committed_tokens += other.committed_tokens
         self.target_passes += other.target_passes
         self.drafted_tokens += other.drafted_tokens
+        self.plain_rounds += other.plain_rounds
         self.histogram.update(other.histogram)
         for stage, seconds in other.seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
@@ -79,8 +83,53 @@ class AcceptanceStats:
             "committed_tokens": self.committed_tokens,
             "target_passes": self.target_passes,
             "drafted_tokens": self.drafted_tokens,
+            "plain_rounds": self.plain_rounds,
             "acceptance_by_position": [round(value, 4) for value in self.acceptance_by_position()],
             "histogram": {str(kept): self.histogram[kept] for kept in sorted(self.histogram)},
             "seconds": {stage: round(value, 4) for stage, value in self.seconds.items()},
             "notes": list(self.notes),
         }
+
+
+WINDOW = 512  # drafted rounds that the mean of late is taken over
+FEWEST = 64  # of them, before anything is said
+FALLEN = 0.75  # share of what was measured below which text counts as unlike what the heads were trained for
+
+
+class Drift:
+    """Whether the drafter still does what it was measured to do, over the last rounds of all generations.
+
+    Args:
+        expected: mean accepted length that the checkpoint's ``acceptance.json`` names; None where there is none.
+    """
+
+    def __init__(self, expected: float | None):
+        self.expected = expected
+        self._recent: deque[int] = deque(maxlen=WINDOW)
+        self._warned = False
+
+    @property
+    def recent(self) -> float | None:
+        """Mean accepted length of late; None before enough rounds were seen."""
+        return sum(self._recent) / len(self._recent) if len(self._recent) >= FEWEST else None
+
+    def record(self, committed: int) -> None:
+        """Count one drafted round of one row."""
+        self._recent.append(committed)
+
+    def warning(self) -> str | None:
+        """A sentence when acceptance has fallen off, once until it has recovered."""
+        recent = self.recent
+        if self.expected is None or recent is None:
+            return None
+        fallen = recent < FALLEN * self.expected
+        if not fallen:
+            self._warned = False
+            return None
+        if self._warned:
+            return None
+        self._warned = True
+        return (
+            f"mean accepted length has fallen to {recent:.2f} over the last drafted rounds; this head was measured at "
+            f"{self.expected:.2f}: the text is unlike what it was trained on, or is sampled. Train it on such text."
+        )

@@ -36,6 +36,11 @@ class KnownCosts(Costs):
         return self.known
 
 
+def report(drafted: bool, committed: float, promised: float | None, seconds: float) -> RoundReport:
+    """Of a round whose tree nobody looks at."""
+    return RoundReport(drafted, committed, promised, seconds, tree=None, verdict=None)
+
+
 @dataclass
 class Outcome:
     tokens: int
@@ -73,7 +78,7 @@ def simulate(
             seconds = (plain.verify[size] + plain.first + 2 * plain.level + plain.other) * wobble
             out.drafted += 1
             out.sizes.append(size)
-        planner.learn(RoundReport(budget is not None, committed, promised, seconds))
+        planner.learn(report(budget is not None, committed, promised, seconds))
         out.tokens += committed
         out.seconds += seconds / plain.plain
     return out
@@ -117,7 +122,7 @@ def test_a_table_that_promises_too_much_is_found_out_by_the_clock() -> None:
     for _ in range(600):
         budget = planner.budget(64, 1)
         taken, committed = (1.0, 1) if budget is None else (3.0, 2)
-        planner.learn(RoundReport(budget is not None, committed, None if budget is None else 1.0, taken))
+        planner.learn(report(budget is not None, committed, None if budget is None else 1.0, taken))
         seconds, tokens = seconds + taken, tokens + committed
     assert tokens / seconds > 0.97
 
@@ -126,7 +131,7 @@ def test_trust_follows_what_was_kept() -> None:
     planner = CostPlanner(KnownCosts(GPU), nodes=32)
     for _ in range(60):
         planner.budget(64, 1)
-        planner.learn(RoundReport(True, committed=1.5, promised=1.0, seconds=1.0))
+        planner.learn(report(True, committed=1.5, promised=1.0, seconds=1.0))
     assert planner.trust == pytest.approx(0.5, abs=0.02)
 
 

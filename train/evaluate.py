@@ -13,6 +13,7 @@ from mtp.heads import Head, TrainingBatch
 from mtp.model import SpeculativeModel
 from mtp.stats import AcceptanceStats
 from mtp.target import Target
+from train.calibrate import Watching
 from train.data import Row
 from train.generation import left_padded
 from train.losses import soft_cross_entropy
@@ -76,8 +77,12 @@ def decode_acceptance(
     nodes: int | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Mean accepted length, greedy, of the real decoder on the prompts of ``rows``, by category and over all."""
+    """Mean accepted length, greedy, of the real decoder on the prompts of ``rows``, by category and over all.
+
+    Also how far the head's confidences could be believed there (``calibration``).
+    """
     model = SpeculativeModel(target, head)
+    planner = Watching(nodes or model.default_nodes)
     if target.max_positions is not None:
         rows = [row for row in rows if len(row.prompt_ids) + max_new_tokens <= target.max_positions]
     total = AcceptanceStats()
@@ -97,7 +102,7 @@ def decode_acceptance(
                     repetition_penalty=1.0,  # answers are distilled without the target's own penalties
                     no_repeat_ngram_size=0,
                     max_new_tokens=max_new_tokens,
-                    nodes=nodes or model.default_nodes,
+                    planner=planner,
                     pad_token_id=0,
                     return_dict_in_generate=True,
                 )
@@ -108,7 +113,8 @@ def decode_acceptance(
     return {
         **total.to_dict(),
         "categories": {name: stats.to_dict() for name, stats in categories.items()},
-        "nodes": nodes or model.default_nodes,
+        "calibration": {"curves": planner.reliability.fit(), "reliability": planner.reliability.table()},
+        "nodes": planner.nodes,
         "data": f"{len(rows)} held-out prompts",
-        "settings": f"greedy, {max_new_tokens} new tokens, trees of {nodes or model.default_nodes} nodes",
+        "settings": f"greedy, {max_new_tokens} new tokens, trees of {planner.nodes} nodes",
     }

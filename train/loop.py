@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from mtp.checkpoint import save_checkpoint
 from mtp.heads import Head, TrainingBatch
-from mtp.heads.medusa import MedusaHead
 from mtp.target import Target
 from train.checkpoints import Progress, find_checkpoint, load_state, save_state
 from train.config import RunConfig, to_dict
@@ -195,8 +194,8 @@ class Trainer:
             metrics = held_out_metrics(
                 self.head, (training_batch(self.held_out, batch) for batch in batches), self.config.head.steps
             )
-            if isinstance(self.head, MedusaHead):
-                self.head.set_rank_accuracy(tuple(tuple(step) for step in metrics["rank_accuracy"]))
+            self.head.set_rank_accuracy(tuple(tuple(step) for step in metrics["rank_accuracy"]))
+            self.head.set_calibration(())  # what is measured now is the head's own confidence
             acceptance = decode_acceptance(
                 self.target,
                 self.head,
@@ -204,6 +203,7 @@ class Trainer:
                 max_new_tokens=self.config.eval.max_new_tokens,
                 batch_size=self.config.eval.batch_size,
             )
+            self.head.set_calibration(tuple(tuple(curve) for curve in acceptance["calibration"]["curves"]))
             result = {**acceptance, "held_out": metrics, "step": self.progress.step}
             self._log({"event": "evaluation", **result})
             self._say(

@@ -156,6 +156,15 @@ class Head(nn.Module, Drafter):
     def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
         """Set the weights by least squares on the target's own states; one pass over ``batches``."""
 
+    def set_rank_accuracy(self, rank_accuracy: tuple[tuple[float, ...], ...]) -> None:
+        """Take over how often, on held-out text, each step's guess of each rank was right; for heads that use it."""
+
+    def set_calibration(self, calibration: tuple[tuple[float, float], ...]) -> None:
+        """Take over how far, on held-out text, confidences at each depth could be believed; for heads that use it.
+
+        Offset and slope of the logit of being accepted over the logit of the head's own probability.
+        """
+
     def set_draft_vocabulary(self, draft_ids: Tensor) -> None:
         """Name the target tokens that the head's output rows stand for (``[Vd]``, without repeats)."""
         if draft_ids.shape != self.draft_ids.shape or draft_ids.unique().numel() != draft_ids.numel():

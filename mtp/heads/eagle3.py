@@ -340,7 +340,6 @@ class Eagle3Head(Head):
         return F.logsigmoid(offset + slope * torch.logit(log_q.exp(), eps=1e-6))
 
     def set_calibration(self, calibration: tuple[tuple[float, float], ...]) -> None:
-        """Use these measured curves from now on."""
         self.config = replace(self.config, calibration=calibration)
 
     def _embed(self, tokens: Tensor) -> Tensor:

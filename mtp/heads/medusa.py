@@ -124,7 +124,6 @@ class MedusaHead(Head):
             parameter.zero_()
 
     def set_rank_accuracy(self, rank_accuracy: tuple[tuple[float, ...], ...]) -> None:
-        """Choose trees from now on by these measured accuracies (``[steps][RANKS]``)."""
         self.config = replace(self.config, rank_accuracy=rank_accuracy)
 
     # ---- decoding -------------------------------------------------------------------------------------------------
@@ -174,7 +173,7 @@ class MedusaHead(Head):
             depths=depths.expand(batch, -1),
             valid=torch.ones(batch, len(tree.parents), dtype=torch.bool, device=device),
             log_q=torch.cat([log_q.new_zeros(batch, 1), log_q], dim=1),
-            worth=torch.tensor(tree.worths, device=device).expand(batch, -1),
+            worth=torch.tensor(tree.worths, device=device).expand(batch, -1) if draw is None else None,
             q=None if draw is None else self._dense_q(log_probs, depths),
         )
 

@@ -163,6 +163,7 @@ UNFIT: dict[str, tuple[str, dict[str, Any]]] = {
     "position_ids": ("gpt2", {"position_ids": torch.arange(5)[None] + 7}),
     "token_type_ids": ("gpt2", {"token_type_ids": torch.ones(1, 5, dtype=torch.long)}),
     "inputs_embeds": ("llama", {"inputs_embeds": torch.ones(1, 5, 32)}),
+    "pixel_values": ("gemma3_vision", {"pixel_values": torch.ones(1, 3, 8, 8)}),
     "force_words_ids": ("llama", {"force_words_ids": [[5]]}),
     "penalty_alpha": ("llama", {"penalty_alpha": 0.5}),
     "dola_layers": ("llama", {"dola_layers": "high"}),
