@@ -16,6 +16,8 @@ PREPARED = {"attention_mask", "position_ids", "cache", "past_key_values", "use_c
 
 # Arguments of ``generate`` that name another way of decoding or something that drafting has no place for.
 ARGUMENTS = {
+    "pixel_values": "images cannot be drafted for yet; text prompts of the same model can",
+    "pixel_values_videos": "videos cannot be drafted for yet; text prompts of the same model can",
     "assistant_model": "a smaller model is a drafter here: pass drafter=... instead",
     "custom_generate": "SpeculativeModel.generate is itself one; call the target's own generate for another",
     "inputs_embeds": "drafting needs token ids; pass input_ids",
