@@ -54,6 +54,7 @@ def refuse_unsupported_arguments(arguments: dict[str, Any]) -> None:
     for name, reason in ARGUMENTS.items():
         if arguments.get(name) is not None:
             raise ValueError(f"{name} is not supported with drafting: {reason}.")
+    refuse_quantized_cache(arguments.get("cache_implementation"))
 
 
 def refuse_unsupported_settings(config: GenerationConfig) -> None:
@@ -62,7 +63,12 @@ def refuse_unsupported_settings(config: GenerationConfig) -> None:
         value = getattr(config, name, None)
         if value not in harmless:
             raise ValueError(f"{name}={value!r} is not supported with drafting: {reason}.")
-    if config.cache_implementation == "quantized":  # the other kinds hold the same numbers, and the text is the same
+    refuse_quantized_cache(config.cache_implementation)
+
+
+def refuse_quantized_cache(implementation: str | None) -> None:
+    """Raise ``ValueError`` for a cache whose numbers are others; with all other kinds the text is the same."""
+    if implementation == "quantized":
         raise ValueError(
             "cache_implementation='quantized' changes the target's text; drafting keeps a cache of its own, in full "
             "precision. Leave it out."
