@@ -116,10 +116,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_acceptance(folder: str | Path) -> float | None:
-    """The mean accepted length that the checkpoint's head was measured to have; None where it was not."""
+    """The mean accepted length that the checkpoint's head was measured to have; None where it was not calibrated."""
     try:
         measured = json.loads((Path(folder) / ACCEPTANCE).read_text(encoding="utf-8"))
-        return float(measured["mean_accepted_length"])
+        return float(measured["mean_accepted_length"]) if "calibration" in measured else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -220,8 +220,8 @@ class Decoder:
                     break
             committed.append(min(used, counts[at]))
             self.stats.record(kept=min(counts[at] - 1, used), committed=used, drafted=drafted[at])
-            if drafted[at] and self.drift is not None:
-                self.drift.record(used)
+            if drafted[at] and self.drift is not None and tree.worth is not None:
+                self.drift.record(used, float(tree.worth[at].sum()))
         return committed
 
     def _prefill(

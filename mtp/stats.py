@@ -91,45 +91,59 @@ class AcceptanceStats:
         }
 
 
-WINDOW = 512  # drafted rounds that the mean of late is taken over
+WINDOW = 512  # drafted rounds that count as of late
 FEWEST = 64  # of them, before anything is said
-FALLEN = 0.75  # share of what was measured below which text counts as unlike what the heads were trained for
+FALLEN = 0.75  # share of the promised guesses below which text counts as unlike what the heads were trained for
 
 
 class Drift:
     """Whether the drafter still does what it was measured to do, over the last rounds of all generations.
 
+    A tree's size decides how much of it is accepted, so rounds are held against what the drafter's confidences, which
+    were calibrated on held-out text, promised of the very trees that were verified.
+
     Args:
-        expected: mean accepted length that the checkpoint's ``acceptance.json`` names; None where there is none.
+        expected: mean accepted length that the checkpoint's ``acceptance.json`` names; None where nothing was measured
+            and calibrated, and nothing can be said.
     """
 
     def __init__(self, expected: float | None):
         self.expected = expected
-        self._recent: deque[int] = deque(maxlen=WINDOW)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # (committed, promised) a round
         self._warned = False
 
     @property
     def recent(self) -> float | None:
-        """Mean accepted length of late; None before enough rounds were seen."""
-        return sum(self._recent) / len(self._recent) if len(self._recent) >= FEWEST else None
+        """Mean accepted length of drafted rounds of late; None before enough were seen."""
+        return self._mean(0)
 
-    def record(self, committed: int) -> None:
-        """Count one drafted round of one row."""
-        self._recent.append(committed)
+    @property
+    def promised(self) -> float | None:
+        """What the drafter's confidences promised it to be."""
+        return self._mean(1)
+
+    def _mean(self, which: int) -> float | None:
+        if len(self._recent) < FEWEST:
+            return None
+        return sum(round[which] for round in self._recent) / len(self._recent)
+
+    def record(self, committed: int, promised: float) -> None:
+        """Count one drafted round of one row: tokens committed, and how many its tree promised."""
+        self._recent.append((committed, promised))
 
     def warning(self) -> str | None:
         """A sentence when acceptance has fallen off, once until it has recovered."""
-        recent = self.recent
-        if self.expected is None or recent is None:
+        recent, promised = self.recent, self.promised
+        if self.expected is None or recent is None or promised is None:
             return None
-        fallen = recent < FALLEN * self.expected
-        if not fallen:
+        if recent - 1 >= FALLEN * (promised - 1):
             self._warned = False
             return None
         if self._warned:
             return None
         self._warned = True
         return (
-            f"mean accepted length has fallen to {recent:.2f} over the last drafted rounds; this head was measured at "
-            f"{self.expected:.2f}: the text is unlike what it was trained on, or is sampled. Train it on such text."
+            f"mean accepted length has fallen to {recent:.2f} where {promised:.2f} was promised (on held-out text this "
+            f"head was measured at {self.expected:.2f}): the text is unlike what it was trained on, or is sampled. "
+            "Train it on such text."
         )

@@ -67,7 +67,7 @@ def test_a_calibrated_head_changes_what_is_drafted_and_not_what_is_said(tmp_path
     plain = target.causal_lm.generate(**padded(FOUR), max_new_tokens=12, do_sample=False)
     before = SpeculativeModel(target, head).generate(**padded(FOUR), max_new_tokens=12, do_sample=False)
     head.set_calibration(((-2.0, 0.5), (1.0, 1.0)))
-    mtp.save_checkpoint(tmp_path / "head", head, acceptance={"mean_accepted_length": 2.5})
+    mtp.save_checkpoint(tmp_path / "head", head, acceptance={"mean_accepted_length": 2.5, "calibration": {}})
     loaded = mtp.load(tmp_path / "head", target=target)
     assert tuple(map(tuple, loaded.drafter.config.calibration)) == ((-2.0, 0.5), (1.0, 1.0))
     assert loaded.drift.expected == 2.5
@@ -101,23 +101,32 @@ def test_worths_are_calibrated_probabilities_along_the_path() -> None:
 def test_a_warning_is_given_once_when_acceptance_falls_off() -> None:
     drift = Drift(expected=3.0)
     for _ in range(FEWEST - 1):
-        drift.record(1)
+        drift.record(1, promised=3.0)
     assert drift.recent is drift.warning() is None, "too few rounds to tell"
-    drift.record(1)
+    drift.record(1, promised=3.0)
     assert drift.recent == 1.0
-    assert "fallen to 1.00" in drift.warning()
+    assert "fallen to 1.00 where 3.00 was promised" in drift.warning()
     assert drift.warning() is None
     for _ in range(1000):
-        drift.record(3)
+        drift.record(3, promised=3.0)
     assert drift.warning() is None
     for _ in range(1000):
-        drift.record(1)
+        drift.record(1, promised=3.0)
     assert drift.warning() is not None, "it had recovered"
+
+
+def test_small_trees_are_not_taken_for_a_drift() -> None:
+    drift = Drift(expected=3.0)
+    for _ in range(1000):
+        drift.record(2, promised=1.9)
+    assert drift.warning() is None
 
 
 def test_a_head_that_does_worse_than_measured_says_so(caplog: pytest.LogCaptureFixture) -> None:
     target = tiny_target()
-    model = SpeculativeModel(target, tiny_head("eagle3", target), expected_length=5.0)
+    head = tiny_head("eagle3", target)
+    head.set_calibration(((4.0, 1.0),))  # nearly sure of everything
+    model = SpeculativeModel(target, head, expected_length=5.0)
     out = model.generate(**padded(FOUR), max_new_tokens=60, do_sample=False, return_dict_in_generate=True)
     assert any("was measured at 5.00" in note for note in out.acceptance.notes)
     assert "was measured at 5.00" in caplog.text
