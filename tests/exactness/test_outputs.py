@@ -12,11 +12,18 @@ from tiny import FOUR, VOCAB, OracleDrafter, padded, tiny_head, tiny_model
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    EpsilonLogitsWarper,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     SynthIDTextWatermarkingConfig,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 import mtp
@@ -333,3 +340,44 @@ def test_several_answers_to_one_prompt(architecture: str) -> None:
     out = drafted(model, ONE, do_sample=True, num_return_sequences=3, temperature=1.5)
     assert out.shape == (3, len(ONE[0]) + NEW)
     assert len({tuple(row) for row in out.tolist()}) > 1
+
+
+# ---- what is drawn from -------------------------------------------------------------------------------------------
+
+WARPERS: dict[str, tuple[dict[str, Any], list[LogitsProcessor]]] = {
+    "top_p": ({"top_p": 0.7}, [TopPLogitsWarper(0.7)]),
+    "min_p": ({"min_p": 0.2}, [MinPLogitsWarper(0.2)]),
+    "typical_p": ({"typical_p": 0.6}, [TypicalLogitsWarper(0.6)]),
+    "top_k, epsilon": (
+        {"top_k": 9, "epsilon_cutoff": 0.05},
+        [TopKLogitsWarper(9), EpsilonLogitsWarper(0.05)],
+    ),
+    "penalty": (
+        {"repetition_penalty": 1.4, "top_p": 0.8},
+        [RepetitionPenaltyLogitsProcessor(1.4), TopPLogitsWarper(0.8)],
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", ["walk", "rejection", "traversal"])
+@pytest.mark.parametrize("name", sorted(WARPERS))
+def test_sampled_tokens_are_drawn_from_the_targets_distribution_as_it_was_asked_for(name: str, rule: str) -> None:
+    """At every token of a sampled text the scores are what the stock model and the warpers give there."""
+    settings, processors = WARPERS[name]
+    warm = TemperatureLogitsWarper(1.3)
+    order = [p for p in processors if isinstance(p, RepetitionPenaltyLogitsProcessor)]
+    order += [warm, *(p for p in processors if p not in order)]
+    target = Target(lm_of())
+    out = drafted(
+        SpeculativeModel(target, tiny_head("eagle3", target)),
+        ONE,
+        **{"do_sample": True, "temperature": 1.3, "top_k": 0, "rule": rule, **settings},
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    width = len(ONE[0])
+    logits = lm_of()(out.sequences).logits[0]
+    for step, scores in enumerate(out.scores):
+        expected = LogitsProcessorList(order)(out.sequences[:, : width + step], logits[width + step - 1 : width + step])
+        torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+        assert scores[0, out.sequences[0, width + step]] > -torch.inf
