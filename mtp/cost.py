@@ -34,6 +34,7 @@ FORMAT = 1
 NODES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (64, 1024)
 REPEATS = 3
+PATIENCE = 15.0  # seconds after which nothing is measured again: large targets on a CPU are measured once
 PROBE_LEVELS = 4
 # Of a round, what is neither target nor drafter (0.6 % was measured on a CPU); rounds that are timed correct it.
 OTHER_SHARE = 0.01
@@ -169,7 +170,10 @@ def measure(target: Target, drafter: Drafter, batch: int) -> CostTable:
             passes[context](max(NODES))
         propose(PROBE_LEVELS)
         # In turn, so that what else happens on the machine does not fall on one size alone.
-        for _ in range(REPEATS):
+        started = time.perf_counter()
+        for repeat in range(REPEATS):
+            if repeat > 0 and time.perf_counter() - started > PATIENCE:
+                break
             for (context, nodes), taken in seconds.items():
                 taken.append(_timed(target.device, lambda c=context, n=nodes: passes[c](n)))  # type: ignore[misc]
                 bar.update()

@@ -43,6 +43,19 @@ def test_measuring_gives_a_whole_table_and_leaves_the_model_alone(family: str) -
     assert torch.equal(target.causal_lm(torch.tensor([[3, 4, 5]])).logits, before)
 
 
+def test_a_slow_target_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtp.cost.PATIENCE", 0.0)
+    target = tiny_target()
+    passes = []
+    forward = target.forward
+    monkeypatch.setattr(target, "forward", lambda *args: passes.append(1) or forward(*args))
+    measure(target, tiny_head("medusa", target), batch=1)
+    once = len(passes)
+    monkeypatch.setattr("mtp.cost.PATIENCE", 1e9)
+    measure(target, tiny_head("medusa", target), batch=1)
+    assert len(passes) - once > 2 * once
+
+
 def costs_in(folder: Path, monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> Costs:
     def counting(target: Target, drafter: object, batch: int) -> CostTable:
         calls.append(batch)
