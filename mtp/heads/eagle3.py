@@ -305,7 +305,7 @@ class Eagle3Head(Head):
         return growth.tree()
 
     def _grow_drawn(self, pending: Tensor, budget: Budget, hidden: Tensor, logits: Tensor, draw: Draw) -> TokenTree:
-        # The shape of a drawn tree must not depend on what is drawn, so costs cannot cut it: it has the head's own size.
+        # The shape of a drawn tree must not depend on what is drawn, so costs cannot cut it: it has the head's size.
         nodes = budget.nodes if budget.costs is None else min(budget.nodes, self.config.nodes)
         branching, expanded = drawn_widths(nodes, min(self.config.depth, budget.levels or self.config.depth))
         if not expanded:
