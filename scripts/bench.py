@@ -24,6 +24,7 @@ from mtp.attention import AttentionPass
 from mtp.cache import TreeCache
 from mtp.checkpoint import load_head
 from mtp.compat import cache_argument
+from mtp.cost import synchronise
 from mtp.drafters import Budget, Drafter, TargetStates
 from mtp.target import Target
 from mtp.tree import TokenTree
@@ -90,12 +91,6 @@ def measure(timed: dict[str, Callable[[], None]], rounds: int, device: torch.dev
             if at >= 3:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it; a CPU already has."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def table_of(seconds: dict[str, list[float]], title: str) -> Table:

@@ -162,3 +162,18 @@ def test_states_of_ragged_rows_are_joined_behind_each_rows_last() -> None:
     assert joined.counts.tolist() == [3, 3]
     assert joined.tokens.tolist() == [[1, 2, 4], [3, 5, 6]]
     assert joined.hidden[..., 0].tolist() == joined.tokens.tolist()
+
+
+@pytest.mark.parametrize("family", sorted(HEADS))
+def test_at_batch_one_on_a_cpu_a_seed_gives_its_text_whatever_the_trees_are(family: str) -> None:
+    """Every token takes one draw, however it came to be verified."""
+    target = tiny_target()
+    model = SpeculativeModel(target, tiny_head(family, target))
+    settings = {"max_new_tokens": 24, "do_sample": True, "temperature": 1.3, "top_k": 0}
+    texts = [
+        model.generate(
+            **padded(FOUR[1:2]), nodes=nodes, generator=torch.Generator().manual_seed(5), **settings
+        ).tolist()
+        for nodes in (1, 3, 16)
+    ]
+    assert texts[0] == texts[1] == texts[2]
