@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from mtp.tree import TokenTree
 
 ATTENTION_NAME = "mtp_tree"
+KINDS_OF_MASK = 4  # full, sliding, chunked ...: as many are kept during a pass
 
 # Transformers' mask functions: (batch index, head index, query position, key position) -> visible, broadcasting.
 Pattern = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -65,6 +66,7 @@ class AttentionPass:
         self.causal = causal
         self.calls = 0
         self._visible: dict[torch.device, Tensor] = {}
+        self._biases: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     @classmethod
     def over_tree(cls, tree: TokenTree, lengths: Tensor, start: int) -> AttentionPass:
@@ -103,6 +105,16 @@ class AttentionPass:
         head = torch.zeros((), dtype=torch.long, device=device)
         return visible & pattern(rows[:, None, None], head, self.positions.to(device)[:, :, None], keys[:, None])
 
+    def bias(self, mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+        """``mask_bias`` of a ``mask [B, 1, T, S]`` that several layers share, computed once a pass."""
+        key = (id(mask), groups, dtype)
+        if key not in self._biases:
+            if len(self._biases) == KINDS_OF_MASK:  # a model that makes a mask for every layer
+                self._biases.clear()
+            # The mask is kept too, so that its id stays its own.
+            self._biases[key] = (mask, mask_bias(mask[:, 0], groups, dtype))
+        return self._biases[key][1]
+
     def additive_mask(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """``[B, 1, T, start + S]``: 0 where query t sees slot s, else the lowest number of ``dtype``."""
         hidden = ~self.mask(None, device)[:, None]
@@ -119,11 +131,21 @@ class AttentionPass:
             _current_pass.reset(token)
 
 
+def mask_bias(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """What ``attend`` adds to the scores: 0 where ``mask [B, T, S]`` is True, else minus infinity.
+
+    Returns:
+        ``[B, 1, groups * T, S]``, for ``groups`` query heads that share a key head and lie one behind the other.
+    """
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return bias.repeat(1, groups, 1)[:, None]
+
+
 def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    bias: Tensor | None,
     scaling: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -132,7 +154,7 @@ def attend(
 
     Args:
         query: ``[B, Hq, T, D]``; key: ``[B, Hkv, S, D]`` with Hkv dividing Hq; value: ``[B, Hkv, S, Dv]``.
-        mask: ``[B, T, S]`` bool, True = visible; None for plain causal attention over T = S tokens.
+        bias: of ``mask_bias`` for Hq / Hkv groups; None for plain causal attention over T = S tokens.
         softcap: bound on the scores before the softmax (Gemma 2): ``softcap * tanh(scores / softcap)``.
         sinks: ``[Hq]`` a score for each head that takes part in the softmax and carries no value (gpt-oss): where
             nothing is worth attending to, the weights may sum to less than one.
@@ -143,28 +165,28 @@ def attend(
     batch, heads, length, _ = query.shape
     groups = heads // key.shape[1]
     explicit = softcap is not None or sinks is not None  # what torch's own function cannot do
-    if mask is None and not explicit:
+    if bias is None and not explicit:
         if groups > 1:  # a prefill: repeating once is cheap beside attention over the whole prompt
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
         return out.transpose(1, 2).contiguous()
-    if mask is None:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().expand(batch, -1, -1)
+    if bias is None:
+        triangle = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        bias = mask_bias(triangle.expand(batch, -1, -1), groups, query.dtype)
     # Fold the query heads that share a key head into the query length: [B, Hkv, G * T, D].
     folded = query.reshape(batch, key.shape[1], groups * length, query.shape[-1])
-    visible = mask.repeat(1, groups, 1)[:, None]
     if explicit:
         scores = folded @ key.transpose(2, 3) * scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+        scores = scores + bias
         if sinks is not None:
             column = sinks.to(scores).reshape(-1, groups, 1).expand(-1, -1, length).reshape(1, -1, groups * length, 1)
             scores = torch.cat([scores, column.expand(batch, -1, -1, -1)], dim=-1)
         weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]]
         out = weights.to(value.dtype) @ value
     else:
-        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=visible, scale=scaling)
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scaling)
     return out.reshape(batch, heads, length, value.shape[-1]).transpose(1, 2).contiguous()
 
 
@@ -230,8 +252,10 @@ def tree_attention(
         )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    mask = None if attention_mask is None else attention_mask[:, 0]
-    return attend(query, key, value, mask, scaling, softcap, s_aux), None
+    bias = None
+    if attention_mask is not None:
+        bias = current.bias(attention_mask, query.shape[1] // key.shape[1], query.dtype)
+    return attend(query, key, value, bias, scaling, softcap, s_aux), None
 
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention)

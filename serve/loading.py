@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 import mtp
 from mtp.checkpoint import read_config
+from mtp.model import padding_token
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -74,9 +75,8 @@ def default_device() -> str:
 def pad_token_id(model: mtp.SpeculativeModel) -> int:
     """What fills up rows that end early: the target's own choice, else its end token, else 0."""
     config = model.target.causal_lm.generation_config
-    if config is not None and isinstance(config.pad_token_id, int):
-        return config.pad_token_id
-    return next(iter(model.target.eos_token_ids), 0)
+    found = padding_token(config) if config is not None else None
+    return next(iter(model.target.eos_token_ids), 0) if found is None else found
 
 
 def positive(text: str) -> int:

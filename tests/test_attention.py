@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
 
-from mtp.attention import AttentionPass, attend, tree_attention
+from mtp.attention import AttentionPass, attend, mask_bias, tree_attention
 from mtp.target import Target
 from mtp.tree import TokenTree
 
@@ -119,7 +119,8 @@ def test_attend_equals_attention_with_repeated_heads(
     sinks = torch.randn(queries, generator=generator) if has_sinks else None
     mask = torch.rand(2, 5, 9, generator=generator) < 0.5
     mask[..., 0] = True
-    out = attend(query, key, value, mask, scaling=0.3, softcap=softcap, sinks=sinks)
+    bias = mask_bias(mask, queries // keys, query.dtype)
+    out = attend(query, key, value, bias, scaling=0.3, softcap=softcap, sinks=sinks)
     scores = query @ key.repeat_interleave(queries // keys, 1).transpose(2, 3) * 0.3
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -137,9 +138,20 @@ def test_attend_equals_attention_with_repeated_heads(
 def test_attend_without_a_mask_is_causal(softcap: float | None, sinks: Tensor | None) -> None:
     query, key, value = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
     causal = torch.ones(1, 6, 6, dtype=torch.bool).tril()
+    bias = mask_bias(causal, 2, query.dtype)
     torch.testing.assert_close(
-        attend(query, key, value, None, 0.3, softcap, sinks), attend(query, key, value, causal, 0.3, softcap, sinks)
+        attend(query, key, value, None, 0.3, softcap, sinks), attend(query, key, value, bias, 0.3, softcap, sinks)
     )
+
+
+def test_layers_that_share_a_mask_share_its_bias_and_others_do_not() -> None:
+    tree = TokenTree.from_parents(torch.tensor([[1, 2, 3]]), torch.tensor([[-1, 0, 0]]))
+    attention = AttentionPass.over_tree(tree, torch.tensor([2]), start=3)
+    masks = [torch.rand(1, 1, 3, 6) < 0.5 for _ in range(10)]
+    assert attention.bias(masks[0], 2, torch.float32) is attention.bias(masks[0], 2, torch.float32)
+    for mask in masks:  # as from a model that makes a mask for every layer
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.testing.assert_close(attention.bias(mask, 2, dtype), mask_bias(mask[:, 0], 2, dtype))
 
 
 @pytest.mark.parametrize("name", ["position_bias", "head_mask"])
@@ -182,4 +194,4 @@ def test_sdpa_is_what_softcap_none_reduces_to() -> None:
     query = torch.randn(1, 2, 3, 4)
     mask = torch.ones(1, 3, 3, dtype=torch.bool)
     expected = F.scaled_dot_product_attention(query, query, query, scale=0.5).transpose(1, 2)
-    torch.testing.assert_close(attend(query, query, query, mask, 0.5), expected)
+    torch.testing.assert_close(attend(query, query, query, mask_bias(mask, 1, query.dtype), 0.5), expected)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from mtp.attention import AttentionPass, attend
+from mtp.attention import AttentionPass, attend, mask_bias
 from mtp.cache import TreeCache
 from mtp.drafters.base import Budget, Draw, TargetStates
 from mtp.growth import BestFirstGrowth, drawn_widths
@@ -284,7 +284,7 @@ class Eagle3Head(Head):
         (query,) = self.rotary(position, layer.split_heads(layer.q_proj(gather_positions(entries, last))))
         mask = attention.mask(None, query.device)
         mask = mask.gather(1, last[..., None].expand(-1, -1, mask.shape[2]))
-        attended = attend(query, key, value, mask, self.config.head_dim**-0.5).flatten(2)
+        attended = attend(query, key, value, mask_bias(mask, 1, query.dtype), self.config.head_dim**-0.5).flatten(2)
         hidden = layer.finish(gather_positions(fused, last), attended)
         everything = torch.arange(entries.shape[1], device=entries.device).expand(entries.shape[0], -1)
         longest = int((cache.lengths + states.counts).max())
@@ -330,7 +330,7 @@ class Eagle3Head(Head):
         query, key = self.rotary(positions, query, key)
         key, value = cache.update(key, layer.split_heads(layer.v_proj(x)), 0)
         mask = attention.mask(None, x.device)
-        attended = attend(query, key, value, mask, self.config.head_dim**-0.5).flatten(2)
+        attended = attend(query, key, value, mask_bias(mask, 1, query.dtype), self.config.head_dim**-0.5).flatten(2)
         hidden = layer.finish(parents_hidden, attended)
         return hidden, self.lm_head(self.norm(hidden))
 
