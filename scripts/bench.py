@@ -1,121 +1,245 @@
-"""What a pass costs: plain steps and tree verification, beside a decode step of ``transformers``, as ratios of one run.
+"""Everything that speeds a target up, side by side: the same prompts, one run, taking turns.
 
-    python scripts/bench.py TARGET [--head RUN/best] [--context 256] [--nodes 1 4 8 16 32]
+    python scripts/bench.py RUN/best --data questions.jsonl [--per-category 1] [--drafters head ngram head+ngram]
+        [--dtypes float32 bfloat16] [--assistant FOLDER] [--output results.json]
 
-All variants take turns, round after round, so that a change of the machine's speed meets each of them; medians are
-printed, and ratios to the median of ``transformers``' own decode step.
+``transformers`` generates plainly, with its prompt lookup and, with ``--assistant``, with a smaller model; this engine
+plainly and with each drafter, its trees as large as pays.  Decoding is greedy.  Printed per category: tokens a second
+(prompts read inside), the ratio to plain ``transformers``, the mean accepted length, and whether all answers are those
+of ``transformers``; then where the time of a round goes.  ``--memory`` adds each system's peak, from a process of its
+own.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
-from functools import partial
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from tqdm import trange
-from transformers import AutoModelForCausalLM, DynamicCache
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
 
-from mtp.attention import AttentionPass
-from mtp.cache import TreeCache
-from mtp.checkpoint import load_head
-from mtp.compat import cache_argument
-from mtp.cost import synchronise
-from mtp.drafters import Budget, Drafter, TargetStates
-from mtp.target import Target
-from mtp.tree import TokenTree
+from mtp.files import write_json
+from mtp.model import SpeculativeModel
+from mtp.stats import AcceptanceStats
+from serve.loading import add_model_arguments, load_model, load_tokenizer, pad_token_id, positive
+from serve.questions import Question, first_of_each, read_questions, render
+from serve.systems import Outcome, timed_call
 
-
-def random_tree(nodes: int, vocab_size: int, device: torch.device) -> TokenTree:
-    """A tree of random shape: what it holds does not change what it costs."""
-    parents = [-1] + [int(torch.randint(max(0, n - 6), n, ())) for n in range(1, nodes)]
-    tokens = torch.randint(0, vocab_size, (1, nodes), device=device)
-    return TokenTree.from_parents(tokens, torch.tensor([parents], device=device))
+PLAIN_TRANSFORMERS = "transformers"
+PROMPT_LOOKUP = "transformers, prompt lookup"
+ASSISTED = "transformers, assisted"
+PLAIN = "mtp, plain"
+LOOKUP_TOKENS = 10  # what Transformers' documentation uses
+WARM_UP_TOKENS = 32
 
 
-def verify(target: Target, cache: TreeCache, tree: TokenTree, taps: tuple[int, ...]) -> None:
-    target.forward(tree.tokens, cache, AttentionPass.over_tree(tree, cache.lengths, cache.start), taps)
-    cache.discard()
+@dataclass(frozen=True)
+class System:
+    """A way to the target's text.
+
+    Attributes:
+        generate: as Transformers' ``generate``.
+        options: for it, beyond those that all share.
+    """
+
+    name: str
+    generate: Callable[..., Any]
+    options: dict[str, Any]
 
 
-@torch.no_grad()
-def transformers_step(target: Target, cache: DynamicCache, token: torch.Tensor) -> None:
-    model = target.causal_lm
-    model(token, **{cache_argument(type(model)): cache})
-    cache.crop(-1)
+@dataclass
+class Sums:
+    """What one system did with the prompts of one category."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    equal: int = 0
+    prompts: int = 0
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+
+    def add(self, outcome: Outcome, expected: list[int]) -> None:
+        self.prompts += 1
+        self.tokens += outcome.new_tokens
+        self.seconds += outcome.seconds
+        self.equal += outcome.answers[0].ids == expected
+        if outcome.stats is not None:
+            self.stats.add(outcome.stats)
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def draft(drafter: Drafter, states: TargetStates, pending: torch.Tensor, nodes: int) -> None:
-    drafter.observe(states)
-    drafter.propose(pending, Budget(nodes))
+def systems_of(model: SpeculativeModel, drafters: Sequence[str], assistant: Any, max_new_tokens: int) -> list[System]:
+    """Plain ``transformers`` first: the others are held against it."""
+    shared = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_token_id(model)}
+    theirs = model.target.causal_lm.generate
+    systems = [
+        System(PLAIN_TRANSFORMERS, theirs, shared),
+        System(PROMPT_LOOKUP, theirs, {**shared, "prompt_lookup_num_tokens": LOOKUP_TOKENS}),
+    ]
+    if assistant is not None:
+        systems.append(System(ASSISTED, theirs, {**shared, "assistant_model": assistant}))
+    ours = {**shared, "return_dict_in_generate": True}
+    systems.append(System(PLAIN, model.generate, {**ours, "drafter": "none"}))
+    systems += [System(f"mtp, {name}", model.generate, {**ours, "drafter": name}) for name in drafters]
+    return systems
 
 
-def variants(target: Target, head: Drafter | None, context: int, nodes: list[int]) -> dict[str, Callable[[], None]]:
-    """The things to time, by name, over a context of random tokens."""
-    ids = torch.randint(0, target.vocab_size, (1, context), device=target.device)
-    taps = head.taps if head is not None else ()
-    cache = target.new_cache(1, context + max(nodes) + 8)
-    output = target.forward(ids, cache, AttentionPass.over_chain(context, cache.lengths, 0), taps)
-    cache.commit(torch.arange(context, device=ids.device)[None], torch.tensor([context], device=ids.device), context)
-    plain = DynamicCache(config=target.causal_lm.config)
-    with torch.no_grad():
-        target.causal_lm(ids, **{cache_argument(type(target.causal_lm)): plain})
-    timed: dict[str, Callable[[], None]] = {"transformers step": partial(transformers_step, target, plain, ids[:, :1])}
-    for count in nodes:
-        name = "plain step" if count == 1 else f"verify {count} nodes"
-        timed[name] = partial(verify, target, cache, random_tree(count, target.vocab_size, ids.device), taps)
-    if head is not None:
-        states = TargetStates(ids, output.hidden, output.taps, torch.tensor([context], device=ids.device))
-        head.start(states, context + 4096)
-        head.propose(ids[:, 0], Budget(max(nodes)))
-        taps_tail = None if output.taps is None else output.taps[:, -2:]
-        tail = TargetStates(ids[:, -2:], output.hidden[:, -2:], taps_tail, torch.tensor([2], device=ids.device))
-        for count in nodes[1:]:
-            timed[f"draft {count} nodes"] = partial(draft, head, tail, ids[:, 0], count)
-    return timed
+def compare(
+    model: SpeculativeModel, systems: Sequence[System], prompts: Sequence[tuple[str, list[int]]]
+) -> dict[str, dict[str, Sums]]:
+    """``prompts``: category and token ids.  Returns sums by system and category."""
+    sums: dict[str, dict[str, Sums]] = {system.name: {} for system in systems}
+    for system in systems:  # packs, allocates, measures costs
+        few = {**system.options, "max_new_tokens": WARM_UP_TOKENS}
+        timed_call(model, system.generate, few, [prompts[0][1]], seed=0)
+    for at, (category, ids) in enumerate(tqdm(prompts, desc=str(model.target.dtype), unit="prompt")):
+        first = at % len(systems)
+        order = [*systems[first:], *systems[:first]]
+        outcomes = {s.name: timed_call(model, s.generate, s.options, [ids], seed=at) for s in order}
+        expected = outcomes[PLAIN_TRANSFORMERS].answers[0].ids
+        for name, outcome in outcomes.items():
+            sums[name].setdefault(category, Sums()).add(outcome, expected)
+    return sums
 
 
-def measure(timed: dict[str, Callable[[], None]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of every run of each variant, the variants taking turns; three runs of each are not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in timed}
-    for at in trange(rounds + 3, desc="measuring", unit="round"):
-        for name, run in timed.items():
-            synchronise(device)
-            start = time.perf_counter()
-            run()
-            synchronise(device)
-            if at >= 3:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+def total(by_category: dict[str, Sums]) -> Sums:
+    """All categories together."""
+    out = Sums()
+    for part in by_category.values():
+        out.prompts, out.tokens, out.equal = (
+            out.prompts + part.prompts,
+            out.tokens + part.tokens,
+            out.equal + part.equal,
+        )
+        out.seconds += part.seconds
+        out.stats.add(part.stats)
+    return out
 
 
-def table_of(seconds: dict[str, list[float]], title: str) -> Table:
-    base = statistics.median(seconds["transformers step"])
-    table = Table("pass", "median ms", "fastest", "of a transformers step", title=title)
-    for name, values in seconds.items():
-        median = statistics.median(values)
-        table.add_row(name, f"{median * 1e3:.1f}", f"{min(values) * 1e3:.1f}", f"{median / base:.2f}")
+def speed_table(sums: dict[str, dict[str, Sums]], title: str) -> Table:
+    table = Table(
+        "category", *sums, title=title, caption="tokens a second; ratio to transformers; mean accepted length"
+    )
+    categories = list(next(iter(sums.values())))
+    for category in [*categories, "all"]:
+        cells = []
+        base = total(sums[PLAIN_TRANSFORMERS]) if category == "all" else sums[PLAIN_TRANSFORMERS][category]
+        for name in sums:
+            found = total(sums[name]) if category == "all" else sums[name][category]
+            tau = f" {found.stats.mean_accepted_length:.2f}" if found.stats.target_passes else ""
+            cells.append(f"{found.speed:.1f} {found.speed / base.speed:.2f}x{tau}")
+        table.add_row(category, *cells)
+    equal = [f"{total(each).equal} of {total(each).prompts}" for each in sums.values()]
+    table.add_row("answers of transformers", *equal)
     return table
 
 
-def main() -> None:
+def stage_table(sums: dict[str, dict[str, Sums]]) -> Table:
+    table = Table("share of a round", "draft", "verify", "commit", "other", title="where the time of a round goes")
+    for name, by_category in sums.items():
+        seconds = {stage: s for stage, s in total(by_category).stats.seconds.items() if stage != "prefill"}
+        if whole := sum(seconds.values()):
+            table.add_row(name, *(f"{seconds.get(s, 0.0) / whole:.1%}" for s in ("draft", "verify", "commit", "other")))
+    return table
+
+
+def peak_memory(system: System, model: SpeculativeModel, ids: list[int]) -> int:
+    """MiB that this process held at most after one answer; on an accelerator, that it allocated there."""
+    timed_call(model, system.generate, system.options, [ids], seed=0)
+    if model.device.type == "cuda":
+        return torch.cuda.max_memory_allocated() >> 20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+
+def memory_of(systems: Sequence[str], arguments: Sequence[str]) -> dict[str, int]:
+    """Each system's ``peak_memory``, measured in a process of its own."""
+    found = {}
+    for name in tqdm(systems, desc="peak memory", unit="system"):
+        command = [sys.executable, __file__, *arguments, "--memory-of", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found[name] = int(done.stdout.splitlines()[-1])
+    return found
+
+
+def as_json(sums: dict[str, dict[str, Sums]]) -> dict[str, Any]:
+    def numbers(each: Sums) -> dict[str, Any]:
+        kept = {"prompts": each.prompts, "tokens": each.tokens, "seconds": each.seconds, "equal": each.equal}
+        return {**kept, "tokens_per_second": each.speed, "acceptance": each.stats.to_dict()}
+
+    return {
+        name: {"all": numbers(total(parts)), **{category: numbers(part) for category, part in parts.items()}}
+        for name, parts in sums.items()
+    }
+
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", help="Hub name or folder")
-    parser.add_argument("--head", help="an augmented checkpoint, to time its drafting too")
-    parser.add_argument("--context", type=int, default=256, help="tokens in the cache (default: %(default)s)")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="tree sizes, root included")
-    parser.add_argument("--rounds", type=int, default=30, help="measurements of each (default: %(default)s)")
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    target = Target(AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32))
-    head = load_head(options.head, target) if options.head else None
-    timed = variants(target, head, options.context, options.nodes)
-    seconds = measure(timed, options.rounds, target.device)
-    Console().print(table_of(seconds, f"context {options.context}, batch 1"))
+    add_model_arguments(parser)
+    parser.add_argument("--data", type=Path, required=True, help="questions (JSONL, or a folder of distilled rows)")
+    parser.add_argument("--per-category", type=positive, default=1, help="questions of each (default: %(default)s)")
+    parser.add_argument("--limit", type=positive, help="the first N of these")
+    parser.add_argument("--max-new-tokens", type=positive, default=128)
+    parser.add_argument("--drafters", nargs="+", default=["head"], help='names; "head" is the checkpoint\'s own')
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--assistant", help="folder or Hub name of a smaller model, for transformers' assisted generation"
+    )
+    parser.add_argument("--memory", action="store_true", help="measure peak memory too")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help="JSON of the results")
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
+    console = Console()
+    results: dict[str, Any] = {"arguments": {name: str(value) for name, value in vars(options).items()}, "dtypes": {}}
+    for dtype in options.dtypes:
+        options.dtype = dtype
+        model = load_model(options)
+        tokenizer = load_tokenizer(model, options)
+        assistant = None
+        if options.assistant:
+            assistant = AutoModelForCausalLM.from_pretrained(options.assistant, dtype=getattr(torch, dtype))
+            assistant = assistant.to(model.device).eval()
+        systems = systems_of(model, options.drafters, assistant, options.max_new_tokens)
+        questions = first_of_each(read_questions(options.data), options.per_category, options.limit)
+        prompts = [(question.category, _prompt(question, tokenizer)) for question in questions]
+        if options.memory_of:
+            (wanted,) = (system for system in systems if system.name == options.memory_of)
+            print(peak_memory(wanted, model, prompts[0][1]))
+            return
+        sums = compare(model, systems, prompts)
+        console.print(speed_table(sums, f"{dtype}, greedy, {options.max_new_tokens} new tokens, batch 1"))
+        console.print(stage_table(sums))
+        results["dtypes"][dtype] = {"systems": as_json(sums)}
+        if options.memory:
+            peaks = memory_of([system.name for system in systems], [*sys.argv[1:], "--dtypes", dtype])
+            results["dtypes"][dtype]["peak_mib"] = peaks
+            table = Table("system", "peak MiB", title="memory, one answer in a process of its own")
+            for name, peak in peaks.items():
+                table.add_row(name, str(peak))
+            console.print(table)
+    if options.output:
+        write_json(options.output, results)
+
+
+def _prompt(question: Question, tokenizer: Any) -> list[int]:
+    if question.prompt_ids is not None:
+        return list(question.prompt_ids)
+    messages = [*question.context, {"role": "user", "content": question.turns[0]}]
+    return render(tokenizer, messages)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from bench import measure, table_of, variants
+from bench_passes import measure, table_of, variants
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 

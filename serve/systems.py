@@ -114,18 +114,30 @@ def run_system(
         system: one of ``SYSTEMS``.
         seed: of this call's draws; None is ``decoding.seed``.
     """
-    device = model.target.device
-    tokens, mask = left_padded(prompts, device)
     clock = FirstTokenClock() if len(prompts) == 1 else None
     generate, options = _call_of(model, system, decoding, clock)
-    torch.manual_seed(decoding.seed if seed is None else seed)
+    return timed_call(model, generate, options, prompts, decoding.seed if seed is None else seed, clock)
+
+
+def timed_call(
+    model: SpeculativeModel,
+    generate: Callable[..., Any],
+    options: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
+    seed: int,
+    clock: FirstTokenClock | None = None,
+) -> Outcome:
+    """Answer a batch of prompts by ``generate``, ours or that of ``transformers``, with ``options``."""
+    device = model.target.device
+    tokens, mask = left_padded(prompts, device)
+    torch.manual_seed(seed)
     _wait_for(device)
     start = time.perf_counter()
     output = generate(tokens, attention_mask=mask, **options)
     _wait_for(device)
     seconds = time.perf_counter() - start
     sequences = output if isinstance(output, Tensor) else output.sequences
-    kept = getattr(output, "kept", None) if system == DRAFTED else None
+    kept = getattr(output, "kept", None)
     answers = []
     for row, ids in enumerate(sequences[:, tokens.shape[1] :].tolist()):
         ids = up_to_end(ids, model.target.eos_token_ids)
