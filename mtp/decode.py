@@ -186,6 +186,7 @@ class Decoder:
             path = verdict.path[:, : max(counts)]
             cache.commit(path, kept, longest)
         with self.stats.timed("draft"):
+            self.drafter.observe_tree(tree, output.logits, verdict)
             self.drafter.observe(_states_along(path, kept, tree, output.hidden, output.taps))
         self.settings.planner.learn(
             RoundReport(

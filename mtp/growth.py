@@ -63,11 +63,15 @@ class BestFirstGrowth:
             self._q.append(log_probs)
             self._q_nodes.append(self._open)
             self._draft_ids = draft_ids
+        self.add_children(draft_ids[choice], log_q)
+
+    def add_children(self, tokens: Tensor, log_q: Tensor) -> None:
+        """Take in given children of the expanded nodes, ``[B, W, C]`` each; ``-inf`` in ``log_q`` stands for none."""
         scores = self._open_scores[..., None] + self.calibrate(log_q, len(self._scores) + 1)
-        self._tokens.append(draft_ids[choice].flatten(1))
+        self._tokens.append(tokens.flatten(1))
         self._log_q.append(log_q.flatten(1))
         self._scores.append(scores.flatten(1))
-        self._parents.append(self._open[..., None].expand_as(choice).flatten(1))
+        self._parents.append(self._open[..., None].expand_as(tokens).flatten(1))
 
     def is_settled(self) -> bool:
         """Whether no deeper node can enter the tree: every open candidate scores below enough others already."""
@@ -122,6 +126,7 @@ class BestFirstGrowth:
         size = self.budget.nodes
         if self.budget.costs is not None:
             size = min(self.budget.costs.best(scores.exp(), len(self._scores))[0], size)
+        size = min(size, 1 + int((scores > -torch.inf).sum(1).max()))
         best = scores.sort(dim=1, descending=True, stable=True).indices[:, : size - 1]
         # In order of creation, parents come before children.
         return self._assemble(best.sort(dim=1).values)
@@ -150,17 +155,19 @@ class BestFirstGrowth:
         new_parents = place.gather(1, parents.gather(1, chosen) + 1)
         tokens = torch.cat(self._tokens, dim=1).gather(1, chosen)
         log_q = torch.cat(self._log_q, dim=1).gather(1, chosen)
-        worth = torch.cat(self._scores, dim=1).gather(1, chosen).exp()
+        scores = torch.cat(self._scores, dim=1).gather(1, chosen)
         depth_of = torch.cat([torch.full_like(t, at + 1) for at, t in enumerate(self._tokens)], dim=1)
         depths = torch.cat([torch.zeros_like(root), depth_of.gather(1, chosen)], dim=1)
+        worth = torch.cat([torch.ones_like(root, dtype=scores.dtype), scores.exp()], dim=1)
         return TokenTree(
             tokens=torch.cat([self.pending[:, None], tokens], dim=1),
             parents=torch.cat([root, new_parents], dim=1),
             depths=depths,
-            valid=torch.ones_like(depths, dtype=torch.bool),
+            # A row with fewer candidates than another is padded with children that are none.
+            valid=torch.cat([root < 0, (scores > -torch.inf) | (q is not None)], dim=1),
             log_q=torch.cat([torch.zeros_like(log_q[:, :1]), log_q], dim=1) if count else None,
             q=q,
-            worth=torch.cat([torch.ones_like(root, dtype=worth.dtype), worth], dim=1) if q is None else None,
+            worth=worth if q is None else None,
         )
 
 

@@ -86,8 +86,8 @@ class SpeculativeModel:
         )  # a drafter keeps the state of one generation: those of several threads take turns
         self.drift = Drift(expected_length)
         self._planners: WeakKeyDictionary[Drafter, CostPlanner] = WeakKeyDictionary()
-        if isinstance(drafter, Head):
-            drafter.attach(target)
+        self._named: dict[str, Drafter] = {}
+        drafter.attach(target)
 
     @classmethod
     def from_target(cls, model: PreTrainedModel, drafter: str | Drafter, tokenizer: Any = None) -> SpeculativeModel:
@@ -97,6 +97,20 @@ class SpeculativeModel:
     @property
     def device(self) -> torch.device:
         return self.target.device
+
+    def drafter_for(self, asked: str | Drafter | None) -> Drafter:
+        """What ``generate(drafter=...)`` means: the model's own if nothing is asked for, an object, or a name.
+
+        Drafters that were named are kept, and with them what they learn from one generation to the next.
+        """
+        if asked is None:
+            return self.drafter
+        if not isinstance(asked, str):
+            return asked.attach(self.target)
+        if asked not in self._named:
+            own = self.drafter if isinstance(self.drafter, Head) else None
+            self._named[asked] = drafter_by_name(asked, own).attach(self.target)
+        return self._named[asked]
 
     def planner(self, drafter: Drafter, nodes: int | str | None) -> Planner:
         """Trees of at most ``nodes`` nodes; ``"auto"`` (or None) for what pays on this machine, which is measured once.
@@ -130,7 +144,8 @@ class SpeculativeModel:
             nodes: most nodes of a draft tree, the root included; ``"auto"``, the default, makes trees as large as
                 pays on this machine, which is measured once, and decodes plainly where drafting does not pay.
             planner: decides about the trees in place of ``nodes``; see ``mtp.planner``.
-            drafter: another drafter for this call, an object or a name (``"none"`` decodes plainly).
+            drafter: another drafter for this call, an object or a name: one of ``mtp.available_drafters()`` (``"none"``
+                decodes plainly), or several joined by ``+`` that draft together, with ``"head"`` for the model's own.
             rule: of acceptance: one of ``mtp.available_rules()``.  All are exact but ``"typical"``, which says so in
                 ``acceptance.notes``; ``"auto"``, the default, is the walk.
             on_token: called with ``(row, token, kept)`` as soon as a token is committed, for every token in order;
@@ -170,10 +185,7 @@ def speculate(
     stop strings as ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``.  ``SpeculativeModel.generate`` does
     both by itself.
     """
-    if drafter is None:
-        drafter = model.drafter
-    elif isinstance(drafter, str):
-        drafter = drafter_by_name(drafter)
+    drafter = model.drafter_for(drafter)
     planner = planner or model.planner(drafter, nodes)
     refuse_foreign_past(past, model.target)
 

@@ -103,6 +103,28 @@ class TokenTree:
             node = parents[node]
         return path[::-1]
 
+    def worthiest(self, nodes: int) -> TokenTree:
+        """The ``nodes`` valid nodes of each row that are likeliest to be accepted, the root among them.
+
+        Needs ``worth``, which must not rise from a node to its child: then what is kept is connected.
+        """
+        assert self.worth is not None
+        nodes = min(nodes, int(self.valid.sum(1).max()))
+        # Stable: a child that is worth as much as its parent stays behind it.
+        order = torch.where(self.valid, self.worth, -1.0).sort(dim=1, descending=True, stable=True).indices
+        kept = order[:, :nodes].sort(dim=1).values
+        place = torch.zeros_like(self.tokens).scatter(1, kept, torch.arange(nodes, device=kept.device).expand_as(kept))
+        parents = place.gather(1, self.parents.gather(1, kept).clamp_min(0))
+        parents[:, 0] = -1
+        return TokenTree(
+            self.tokens.gather(1, kept),
+            parents,
+            self.depths.gather(1, kept),
+            self.valid.gather(1, kept),
+            log_q=None if self.log_q is None else self.log_q.gather(1, kept),
+            worth=self.worth.gather(1, kept),
+        )
+
     def select_rows(self, rows: Tensor) -> TokenTree:
         """The same trees for a subset of rows."""
         pick = lambda tensor: None if tensor is None else tensor[rows]  # noqa: E731

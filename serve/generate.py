@@ -21,7 +21,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mtp.drafters import drafter_by_name
 from mtp.model import SpeculativeModel
 from mtp.past import Past
 from mtp.stats import AcceptanceStats
@@ -262,7 +261,7 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(model, options)
     if options.drafter is not None:
         try:
-            drafter_by_name(options.drafter)
+            model.drafter_for(options.drafter)
         except ValueError as error:
             raise UsageError(str(error)) from error
     seed(options)

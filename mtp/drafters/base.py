@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from mtp.tree import TokenTree
+from mtp.verify import Verdict
+
+if TYPE_CHECKING:
+    from mtp.target import Target
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,13 @@ class TargetStates:
 
         taps = None if self.taps is None or later.taps is None else join(self.taps, later.taps)
         return TargetStates(join(self.tokens, later.tokens), join(self.hidden, later.hidden), taps, counts)
+
+    def without_first(self, count: int) -> TargetStates:
+        """The states behind the first ``count`` tokens of each row."""
+        if count == 0:
+            return self
+        taps = None if self.taps is None else self.taps[:, count:]
+        return TargetStates(self.tokens[:, count:], self.hidden[:, count:], taps, self.counts - count)
 
     def select_rows(self, rows: Tensor) -> TargetStates:
         """The states of these rows only."""
@@ -153,10 +164,16 @@ class Drafter(ABC):
         taps: ids of the hidden layers it reads (see ``Target.default_taps``); the target is asked for these.
         state: everything it knows of the generation at hand, and nothing else; whoever continues that generation later
             takes it out and puts it back.
+        runs_network: whether a proposal takes passes of a network, which have to pay for themselves, or only look-ups.
     """
 
     taps: tuple[int, ...] = ()
     state: Any = None
+    runs_network: bool = True
+
+    def attach(self, target: Target) -> Self:
+        """Connect to the target, for drafters that read more of it than the states they are handed."""
+        return self
 
     @abstractmethod
     def start(self, states: TargetStates, capacity: int) -> None:
@@ -175,6 +192,15 @@ class Drafter(ABC):
     @abstractmethod
     def observe(self, states: TargetStates) -> None:
         """Learn what was committed: ``states`` of the tokens that were added to each row since the last call."""
+
+    def observe_tree(self, tree: TokenTree, logits: Tensor, verdict: Verdict) -> None:  # noqa: B027 - few have to
+        """Learn from all that a pass said, at refused guesses too; called before ``observe``, in plain rounds as well.
+
+        Args:
+            tree: what was verified.
+            logits: ``[B, N, V]`` of the target at every node.
+            verdict: what was decided.  A row that ends may commit less.
+        """
 
     @abstractmethod
     def select_rows(self, rows: Tensor) -> None:

@@ -11,6 +11,8 @@ from mtp.tree import TokenTree
 class PlainDrafter(Drafter):
     """Proposes the root alone, so that each pass of the target gives one token."""
 
+    runs_network = False
+
     def start(self, states: TargetStates, capacity: int) -> None:
         pass
 

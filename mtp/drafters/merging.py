@@ -1,0 +1,96 @@
+"""Several trees as one: nodes on the same path are one node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtp.drafters.reliability import MOST, Reliability
+from mtp.tree import TokenTree
+
+UNSAID = 0.5  # confidence in the guesses of a drafter that names none; corrected by what comes of them
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All guesses of several trees, each once.
+
+    Attributes:
+        tree: ``[B, M]`` nodes with their worth; those on the path of an earlier one are marked as not valid.
+        promised: ``[B, M]`` what the drafters promise of each node given its parent, together.
+        group: ``[B, M]`` who guessed it, one bit for each tree.
+    """
+
+    tree: TokenTree
+    promised: Tensor
+    group: Tensor
+
+
+def merge(trees: Sequence[TokenTree], reliability: Reliability) -> Candidates:
+    """Lay trees on top of each other, and say what each node is worth.
+
+    Where several drafters guess the same, each may be right where the others are not: their promises together are
+    ``1 - prod(1 - p)``, as if they erred independently.  How far that holds is learnt for each set of drafters.
+
+    Args:
+        trees: with the same roots, and none with drawn children.
+        reliability: has a group for every set of trees.
+    """
+    tokens, depths, valid = (
+        torch.cat([getattr(tree, name) for tree in trees], dim=1) for name in ("tokens", "depths", "valid")
+    )
+    promises = torch.cat([_promises(tree) for tree in trees], dim=1)
+    sizes = [tree.num_nodes for tree in trees]
+    starts = [sum(sizes[:at]) for at in range(len(sizes))]
+    # A root is its own parent here.
+    above = torch.cat([tree.parents.clamp_min(0) + start for tree, start in zip(trees, starts, strict=True)], dim=1)
+    doublings = (max(sizes) - 1).bit_length()
+    same = _same_paths(tokens, depths, valid, above, doublings)
+    first = same.byte().argmax(-1)  # of several maxima the first
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    alive = same.diagonal(dim1=1, dim2=2) & (first == index)
+    bits = torch.cat([tokens.new_full((size,), 1 << at) for at, size in enumerate(sizes)])
+    members = same.to(promises.dtype)
+    promised = -torch.expm1(members @ torch.log1p(-promises.clamp_max(MOST))[..., None])[..., 0]
+    group = (members @ bits.to(members.dtype)).long().clamp_max(2 ** len(trees) - 1)
+    log_q = reliability.believed(promised, group).log()
+    log_q[:, 0] = 0.0
+    parents = first.gather(1, above)
+    worth = torch.where(alive, _path_sums(log_q, parents, doublings).exp(), 0.0)
+    parents = torch.where(index == 0, -1, parents)
+    return Candidates(TokenTree(tokens, parents, depths, alive, log_q=log_q, worth=worth), promised, group)
+
+
+def _promises(tree: TokenTree) -> Tensor:
+    """``[B, N]`` how likely each node is to be accepted given its parent, as its drafter says."""
+    if tree.worth is not None:
+        return (tree.worth / tree.worth.gather(1, tree.parents.clamp_min(0)).clamp_min(1e-9)).clamp(0.0, 1.0).float()
+    if tree.log_q is not None:
+        return tree.log_q.float().exp()
+    return torch.full(tree.tokens.shape, UNSAID, device=tree.tokens.device)
+
+
+def _same_paths(tokens: Tensor, depths: Tensor, valid: Tensor, above: Tensor, doublings: int) -> Tensor:
+    """``[B, M, M]`` True where two nodes stand for the same text; False for those with padding on their path.
+
+    Two paths of one length are the same if their last tokens are and the paths above them; looking twice as far up each
+    time takes the logarithm of the depth, where level by level would take the depth.
+    """
+    same = (tokens[:, :, None] == tokens[:, None]) & (depths[:, :, None] == depths[:, None])
+    same &= valid[:, :, None] & valid[:, None]
+    for _ in range(doublings):
+        of_rows = same.gather(1, above[:, :, None].expand_as(same))
+        same = same & of_rows.gather(2, above[:, None].expand_as(same))
+        above = above.gather(1, above)
+    return same
+
+
+def _path_sums(values: Tensor, parents: Tensor, doublings: int) -> Tensor:
+    """Sums of ``values [B, M]`` from each node up to the root, whose own value is zero."""
+    for _ in range(doublings):
+        values = values + values.gather(1, parents)
+        parents = parents.gather(1, parents)
+    return values
