@@ -9,11 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import CORE
+from talking import letters
 from test_attention import path_logits
 from test_cache import prefill
 from tiny import OracleDrafter, padded, random_prompts, random_tree, tiny_model, tiny_target
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPTQConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from mtp.attention import AttentionPass
 from mtp.fingerprint import fingerprint_mismatch
@@ -156,17 +164,36 @@ def test_text_of_a_model_with_int8_weights() -> None:
     assert fingerprint_mismatch(target.fingerprint(), tiny_target("llama").fingerprint()) is None
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_text_of_a_model_quantised_by_bitsandbytes(bits: int, tmp_path: Path) -> None:
-    """With 8 bits, without outliers: which columns count as such is decided over all tokens of a pass (LLM.int8())."""
-    pytest.importorskip("bitsandbytes")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 24}  # whole blocks
+def save_model_of_whole_blocks(folder: Path) -> None:
+    """Quantisers take columns in groups, and refuse matrices that are smaller."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 24}
     model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, pad_token_id=0, eos_token_id=None, **sizes))
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, 0, 0.2)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_text_of_a_model_quantised_by_bitsandbytes(bits: int, tmp_path: Path) -> None:
+    """With 8 bits, without outliers: which columns count as such is decided over all tokens of a pass (LLM.int8())."""
+    pytest.importorskip("bitsandbytes")
+    save_model_of_whole_blocks(tmp_path)
     config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, llm_int8_threshold=0.0)
     quantised = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
+    target = assert_drafted_text_is_the_models_own(quantised)
+    assert target.fingerprint().endswith("quantised")
+
+
+def test_text_of_a_model_quantised_by_gptq(tmp_path: Path) -> None:
+    pytest.importorskip("optimum")
+    pytest.importorskip("gptqmodel")
+    save_model_of_whole_blocks(tmp_path)
+    texts = ["".join(random.Random(seed).choices("bcdefghijklmnopqrstuvwx", k=96)) for seed in range(8)]
+    config = GPTQConfig(bits=4, group_size=32, dataset=texts, tokenizer=letters(), backend="torch")
+    quantised = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=config, device_map="cpu", dtype=torch.float32
+    )
+    assert type(quantised.model.layers[0].mlp.up_proj) is not torch.nn.Linear
     target = assert_drafted_text_is_the_models_own(quantised)
     assert target.fingerprint().endswith("quantised")
