@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from mtp.cache import TreeCache
+from mtp.target import Target
 from mtp.tree import TokenTree
 from mtp.verify import Verdict
-
-if TYPE_CHECKING:
-    from mtp.target import Target
 
 
 @dataclass(frozen=True)
@@ -172,8 +171,18 @@ class Drafter(ABC):
     runs_network: bool = True
 
     def attach(self, target: Target) -> Self:
-        """Connect to the target, for drafters that read more of it than the states they are handed."""
+        """Connect to the target that verifies: called before any drafting for it, perhaps more than once.
+
+        Raises:
+            ValueError: if this drafter cannot draft for it.
+        """
         return self
+
+    def share(self, cache: TreeCache) -> None:  # noqa: B027 - most drafters have no use for it
+        """Be shown the target's own cache, before ``start`` or ``observe``.
+
+        Whoever stages something in it has discarded that when ``propose`` returns.
+        """
 
     @abstractmethod
     def start(self, states: TargetStates, capacity: int) -> None:
@@ -193,7 +202,7 @@ class Drafter(ABC):
     def observe(self, states: TargetStates) -> None:
         """Learn what was committed: ``states`` of the tokens that were added to each row since the last call."""
 
-    def observe_tree(self, tree: TokenTree, logits: Tensor, verdict: Verdict) -> None:  # noqa: B027 - few have to
+    def observe_tree(self, tree: TokenTree, logits: Tensor, verdict: Verdict) -> None:  # noqa: B027 - few do
         """Learn from all that a pass said, at refused guesses too; called before ``observe``, in plain rounds as well.
 
         Args:

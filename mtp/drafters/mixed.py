@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from mtp.cache import TreeCache
 from mtp.drafters.base import Budget, Drafter, Draw, RoundCosts, TargetStates
 from mtp.drafters.merging import Candidates, merge
 from mtp.drafters.reliability import Reliability, committed_text, held_against
+from mtp.target import Target
 from mtp.tree import TokenTree
 from mtp.verify import Verdict
-
-if TYPE_CHECKING:
-    from mtp.target import Target
 
 REMEMBER = 0.9  # of what rounds with a network were expected to bring, each time one is asked
 HOPE = 1.01  # and what that grows by in each round in which none is: it is asked again when look-ups get no better
@@ -89,6 +88,10 @@ class MixedDrafter(Drafter):
         for part in self.parts:
             part.attach(target)
         return self
+
+    def share(self, cache: TreeCache) -> None:
+        for part in self.parts:
+            part.share(cache)
 
     def start(self, states: TargetStates, capacity: int) -> None:
         self._candidates, self._ahead, self._is_ours = None, (0,) * len(self.parts), True
