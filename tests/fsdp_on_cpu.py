@@ -16,8 +16,11 @@ from train import heads
 
 
 def main(arguments: list[str]) -> None:
-    as_if = mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", DistributedType.MULTI_GPU))
-    with as_if, mock.patch.dict("os.environ", ACCELERATE_TORCH_DEVICE="cpu"):
+    with (
+        mock.patch("train.processes.uses_cpu", return_value=False),
+        mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", DistributedType.MULTI_GPU)),
+        mock.patch.dict("os.environ", ACCELERATE_TORCH_DEVICE="cpu"),
+    ):
         heads.main(arguments)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -16,14 +17,19 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from mtp.heads import HEADS
 from tests.killing import MOMENTS
 from tests.workshop import make_workshop, recipe
 from train import heads as program
-from train.batches import trained_positions, training_batch
-from train.checkpoints import find_checkpoint, whole_checkpoints
-from train.config import load_config
+from train.batches import BatchOrder, trained_positions, training_batch
+from train.checkpoints import STATE, batches_per_step, find_checkpoint, whole_checkpoints
+from train.config import ConfigError, load_config
+from train.data import Row
+from train.processes import Share, check_launch
+from train.target import check_placement
 
 ROOT = Path(__file__).parents[1]
 needs_deepspeed = pytest.mark.skipif(
@@ -137,7 +143,7 @@ def assert_identical(one: Path, other: Path) -> None:
         assert torch.equal(weights(other)[name], weight), name
 
 
-# ---- one process ------------------------------------------------------------------------------------------------------
+# ---- one process -----------------------------------------------------------------------------------------------------
 
 
 def test_a_run_killed_at_any_moment_goes_on_from_its_newest_whole_checkpoint(workshop: Path, tmp_path: Path) -> None:
@@ -178,7 +184,116 @@ def test_a_step_of_two_batches_is_a_step_of_one_batch_of_the_same_rows(workshop:
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-6)
 
 
-# ---- two processes ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("family", sorted(HEADS))
+def test_every_weight_takes_part_in_every_step(family: str, workshop: Path, tmp_path: Path) -> None:
+    """So that no process waits for a gradient which another does not have, even on rows too short for later steps."""
+    arguments = recipe(workshop, tmp_path / "run", f"head.family={family}", "head.warm_start_positions=0")
+    trainer = program.build_trainer(load_config(arguments))
+    trainer.begin()
+    trainer.train.rows = [Row((1,), (2, 3)), Row((1, 2, 3, 4), (5, 6, 7, 8))]
+    for rows, counts in ([0], [1, 0, 0]), ([0, 1], [5, 4, 4]):
+        assert trained_positions([trainer.train.rows[i] for i in rows], 3).tolist() == counts
+        trainer.head.zero_grad()
+        loss, sums = trainer._loss(training_batch(trainer.train, rows), torch.tensor(counts))
+        loss.backward()
+        assert torch.isfinite(sums).all()
+        missing = [name for name, weight in trainer.head.named_parameters() if weight.grad is None]
+        assert not missing
+
+
+@pytest.mark.parametrize("family", sorted(HEADS))
+def test_the_count_of_trained_positions_is_that_of_the_heads_predictions(
+    family: str, workshop: Path, tmp_path: Path
+) -> None:
+    trainer = program.build_trainer(load_config(recipe(workshop, tmp_path / "run", f"head.family={family}")))
+    for batch in trainer.order.epoch(0)[:4]:
+        predictions = trainer.head.unroll(training_batch(trainer.train, batch), 3)
+        counts = trained_positions([trainer.train.rows[i] for i in batch], 3)
+        assert [len(prediction.rows) for prediction in predictions] == counts.tolist()
+
+
+def test_the_order_of_batches_is_that_of_the_rows_and_covers_each_once_a_pass(workshop: Path) -> None:
+    rows = program.load_rows(workshop / "rows.jsonl")
+    order = BatchOrder(rows, positions=80, epochs=3, seed=1)
+    every = [batch for epoch in range(3) for batch in order.epoch(epoch)]
+    assert all(sorted(i for batch in order.epoch(e) for i in batch) == list(range(len(rows))) for e in range(3))
+    assert order.epoch(0) != order.epoch(1)
+    assert order.count() == len(every)
+    for size in (1, 2, 3, 4):
+        steps = list(order.steps(size))
+        assert [batch for step in steps for batch in step] == every[: len(every) // size * size]
+        assert list(order.steps(size, first=2)) == steps[2:]
+
+
+def test_shares_are_put_together_in_the_order_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = list("abcdefg")
+    sent = [Share(index, 3).of(items) for index in range(3)]
+    assert sorted(itertools.chain(*sent)) == items
+    placed = [(index + 3 * at, item) for index, ours in enumerate(sent) for at, item in enumerate(ours)]
+    monkeypatch.setattr("train.processes.gather_object", lambda ours: placed)
+    assert Share(1, 3).gather(sent[1]) == items
+    assert Share().gather(items) == items
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "2 processes were launched, but accelerate joined 1 of them"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP was asked for, but accelerate trains with NO"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED was asked for, but accelerate trains with NO"),
+    ],
+)
+def test_a_launch_that_is_not_what_it_seems_is_refused(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        check_launch(accelerator)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "message"),
+    [
+        (["target.placement=spread"], 2, "spread takes every device for one process; found 2"),
+        (["target.placement=sharded"], 1, "sharded needs several processes; found 1"),
+        (["target.placement=sharded", "features.mode=cached"], 2, "goes only with features.mode=online"),
+        (["target.placement=sharded", "bundle_target=true"], 2, "goes only with bundle_target=false"),
+        (["target.placement=sharded", "target.quantization=int8"], 2, "goes only with target.quantization=null"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(
+    overrides: list[str], processes: int, message: str, workshop: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_placement(load_config(recipe(workshop, tmp_path, *overrides)), processes)
+
+
+def test_a_target_spread_over_what_one_process_sees_trains_the_same_head(workshop: Path, tmp_path: Path) -> None:
+    run_here(workshop, tmp_path / "whole", "optim.epochs=1")
+    run_here(workshop, tmp_path / "spread", "optim.epochs=1", "target.placement=spread")
+    for name, weight in weights(tmp_path / "whole").items():
+        assert torch.equal(weights(tmp_path / "spread")[name], weight), name
+
+
+def test_a_run_is_not_continued_where_it_would_become_another(workshop: Path, tmp_path: Path) -> None:
+    run_here(workshop, tmp_path, *ALONE, "optim.epochs=1")
+    newest = find_checkpoint(tmp_path, "auto")
+    assert newest is not None
+    assert batches_per_step(newest, fresh=7, processes=2) == 2
+    assert batches_per_step(None, fresh=7, processes=1) == 7
+    with pytest.raises(
+        ConfigError, match=r"2 batches a step, which 3 processes cannot share.* Continue it with 1 or 2"
+    ):
+        batches_per_step(newest, fresh=3, processes=3)
+    record = json.loads((newest / STATE).read_text())
+    (newest / STATE).write_text(json.dumps({**record, "engine": "DeepSpeed ZeRO-2", "processes": 4}))
+    with pytest.raises(ConfigError, match="written by 4 processes under DeepSpeed ZeRO-2; found 1 under replicated"):
+        run_here(workshop, tmp_path, *ALONE, "optim.epochs=1")
+
+
+# ---- two processes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -243,3 +358,10 @@ def test_fsdp2_trains_as_one_process(workshop: Path, alone: Path, tmp_path: Path
     printed = launch("fsdp2", workshop, tmp_path / "run", *TOGETHER, script="tests/fsdp_on_cpu.py")
     assert "FSDP2, 2 x cpu" in printed
     assert_same_run(alone, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_target_sharded_over_two_processes_trains_the_same_head(workshop: Path, alone: Path, tmp_path: Path) -> None:
+    launch("cpu2", workshop, tmp_path / "run", *TOGETHER, "target.placement=sharded")
+    assert_same_run(alone, tmp_path / "run")
+    assert evaluation(tmp_path / "run") == evaluation(alone)

@@ -18,6 +18,7 @@ from train.processes import engine
 STATE = "trainer_state.json"
 # Settings that a resumed run must share with the one it continues: they decide which batch comes when.
 RESUME_KEYS = ("data", "head", "optim", "target")
+FREE = ("placement",)  # where the target is may change with the machines
 
 
 @dataclass
@@ -114,10 +115,10 @@ def check_resumable(accelerator: Accelerator, folder: Path, config: RunConfig) -
         ConfigError: naming what differs.
     """
     saved = _record(folder)
-    ours = json.loads(json.dumps(to_dict(config)))
+    ours, unsaid = (json.loads(json.dumps(to_dict(recipe))) for recipe in (config, RunConfig()))
     for key in RESUME_KEYS:
-        if (theirs := saved["recipe"][key]) != ours[key]:
-            changed = [name for name in ours[key] if theirs.get(name) != ours[key][name]]
+        theirs = {**unsaid[key], **saved["recipe"][key]}  # a key that there was not yet had the effect of its default
+        if changed := [name for name in ours[key] if theirs[name] != ours[key][name] and name not in FREE]:
             raise ConfigError(
                 f"{folder} was written with other settings ({', '.join(f'{key}.{name}' for name in changed)}); "
                 "set them back to continue it, or pass resume=none or another output to start afresh."

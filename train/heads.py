@@ -26,7 +26,7 @@ from train.data import DataError, Row, draft_vocabulary, load_rows, split_rows
 from train.features import CachedFeatures, FeatureSource, OnlineFeatures, resolve_dtype
 from train.loop import Trainer, flatten, seed_everything
 from train.processes import make_accelerator
-from train.target import load_target, load_tokenizer
+from train.target import check_placement, load_target, load_tokenizer
 
 logger = logging.getLogger("train.heads")
 
@@ -108,6 +108,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     accelerator = make_accelerator(config)
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.WARNING)
+    check_placement(config, accelerator.num_processes)
     target = load_target(config.target, accelerator.device)
     train, held_out = usable_rows(config, target)
     seed_everything(config.optim.seed)

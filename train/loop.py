@@ -29,7 +29,8 @@ from train.data import DataError, length_batches
 from train.evaluate import decode_acceptance, held_out_metrics, teacher_probs
 from train.features import FeatureSource
 from train.losses import soft_cross_entropy
-from train.processes import Share, copy_weights, engine, prepare_engine, trained_copy
+from train.processes import ALONE, Share, copy_weights, engine, prepare_engine, trained_copy
+from train.target import ShardedTarget
 
 logger = logging.getLogger(__name__)
 
@@ -192,10 +193,12 @@ class Trainer:
         """
         copy_weights(self.accelerator.unwrap_model(self.module), self.head)
         self.head.eval()
+        # The processes of a sharded target run each pass together, so all of them do all of the work.
+        share = ALONE if isinstance(self.target, ShardedTarget) else self.share
         lengths = [len(row) for row in self.held_out.rows]
-        batches = self.share.of(length_batches(lengths, self.config.optim.batch_positions, generator=None))
+        batches = share.of(length_batches(lengths, self.config.optim.batch_positions, generator=None))
         metrics = held_out_metrics(
-            self.head, (training_batch(self.held_out, batch) for batch in batches), self.config.head.steps, self.share
+            self.head, (training_batch(self.held_out, batch) for batch in batches), self.config.head.steps, share
         )
         self.head.set_rank_accuracy(tuple(tuple(step) for step in metrics["rank_accuracy"]))
         self.head.set_calibration(())  # what is measured now is the head's own confidence
@@ -205,7 +208,7 @@ class Trainer:
             self.held_out.rows[: self.config.eval.rows],
             max_new_tokens=self.config.eval.max_new_tokens,
             batch_size=self.config.eval.batch_size,
-            share=self.share,
+            share=share,
         )
         self.head.set_calibration(tuple(tuple(curve) for curve in acceptance["calibration"]["curves"]))
         self.head.train()

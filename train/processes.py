@@ -59,7 +59,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     Raises:
         ConfigError: when the processes would train beside each other instead of together, which accelerate lets happen.
     """
-    on_cpu = _is_set("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    on_cpu = uses_cpu()
     deepspeed = _is_set("ACCELERATE_USE_DEEPSPEED")
     accelerator = Accelerator(
         # DeepSpeed is left out by accelerate when it is told to use the CPU, and then needs a backend by name.
@@ -75,6 +75,11 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     if deepspeed:
         unset_hf_deepspeed_config()  # or ZeRO-3 would take the frozen target apart while it is loaded
     return accelerator
+
+
+def uses_cpu() -> bool:
+    """Whether this machine has nothing else, or the launch asked for no more."""
+    return _is_set("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
 
 
 def check_launch(accelerator: Accelerator) -> None:
