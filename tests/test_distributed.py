@@ -124,6 +124,17 @@ def evaluation(output: Path) -> dict[str, Any]:
     return {key: measured[key] for key in ("mean_accepted_length", "histogram", "calibration", "held_out")}
 
 
+def cut_short(run: Path, output: Path) -> Path:
+    """A copy of ``run`` as if it had ended at its last checkpoint but one."""
+    shutil.copytree(run, output, ignore=shutil.ignore_patterns("best", "last"))
+    shutil.rmtree(whole_checkpoints(output)[-1])
+    newest = find_checkpoint(output, "auto")
+    assert newest is not None
+    lines = (output / "log.jsonl").read_text().splitlines(keepends=True)
+    (output / "log.jsonl").write_text("".join(lines[: int(newest.name.removeprefix("step-"))]))
+    return output
+
+
 def assert_same_run(one: Path, other: Path) -> None:
     """Curves and weights agree to rounding: sums over processes are added up in another order."""
     ours, theirs = log(one), log(other)
@@ -329,14 +340,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
 ) -> None:
     """The recipe stays as it was; a step takes as many batches as before, from where the other run left off."""
     before = {1: together, 2: alone}[processes]
-    output = tmp_path / "run"
-    shutil.copytree(before, output, ignore=shutil.ignore_patterns("best", "last"))
-    shutil.rmtree(whole_checkpoints(output)[-1])
-    resumed = find_checkpoint(output, "auto")
-    assert resumed is not None
-    step = int(resumed.name.removeprefix("step-"))
-    lines = (output / "log.jsonl").read_text().splitlines(keepends=True)
-    (output / "log.jsonl").write_text("".join(lines[:step]))
+    output = cut_short(before, tmp_path / "run")
     if processes == 1:
         run_here(workshop, output, *TOGETHER)
     else:
@@ -345,19 +349,23 @@ def test_a_run_goes_on_with_another_number_of_processes(
 
 
 @pytest.mark.slow
-@needs_deepspeed
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zero_trains_as_one_process(stage: int, workshop: Path, alone: Path, tmp_path: Path) -> None:
-    printed = launch(f"zero{stage}", workshop, tmp_path / "run", *TOGETHER)
-    assert f"DeepSpeed ZeRO-{stage}, 2 x cpu" in printed
-    assert_same_run(alone, tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_fsdp2_trains_as_one_process(workshop: Path, alone: Path, tmp_path: Path) -> None:
-    printed = launch("fsdp2", workshop, tmp_path / "run", *TOGETHER, script="tests/fsdp_on_cpu.py")
-    assert "FSDP2, 2 x cpu" in printed
-    assert_same_run(alone, tmp_path / "run")
+@pytest.mark.parametrize(
+    ("config", "script", "engine"),
+    [
+        pytest.param("zero2", "train/heads.py", "DeepSpeed ZeRO-2", marks=needs_deepspeed),
+        pytest.param("zero3", "train/heads.py", "DeepSpeed ZeRO-3", marks=needs_deepspeed),
+        pytest.param("fsdp2", "tests/fsdp_on_cpu.py", "FSDP2"),
+    ],
+)
+def test_an_engine_that_takes_the_head_apart_trains_as_one_process_and_resumes(
+    config: str, script: str, engine: str, workshop: Path, alone: Path, tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole"
+    assert f"{engine}, 2 x cpu" in launch(config, workshop, whole, *TOGETHER, script=script)
+    assert_same_run(alone, whole)
+    resumed = cut_short(whole, tmp_path / "resumed")
+    assert "resuming from" in launch(config, workshop, resumed, *TOGETHER, script=script)
+    assert_identical(whole, resumed)
 
 
 @pytest.mark.slow
