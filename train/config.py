@@ -29,12 +29,20 @@ class TargetConfig:
         revision: of a Hub model.
         dtype: precision it is loaded in; ``auto`` is the checkpoint's own, float32 on a CPU.
         trust_remote_code: allow code that comes with the model; off unless you say so.
+        placement: where its weights are. ``replicated``: all of them on each process's device. ``sharded``: each
+            process keeps a share of every layer and they are put together layer by layer; for a target that is too
+            large for one device. ``spread``: one process, its layers on all devices that it sees, and in CPU memory
+            where these are full (``device_map="auto"``).
+        quantization: round the weights while they are loaded (bitsandbytes); null takes them as they are. A checkpoint
+            that is quantised already needs no word here.
     """
 
     path: str = ""
     revision: str | None = None
     dtype: Precision = "auto"
     trust_remote_code: bool = False
+    placement: Literal["replicated", "sharded", "spread"] = "replicated"
+    quantization: Literal["int8", "int4"] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Loading the frozen target for training and distillation."""
+"""Loading the frozen target for training and distillation, whole on a device or spread over several."""
 
 from __future__ import annotations
 
@@ -6,10 +6,35 @@ import os
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from mtp.target import Target
-from train.config import TargetConfig
+from train.config import ConfigError, RunConfig, TargetConfig
+
+
+class ShardedTarget(Target):
+    """A target of which every process keeps a share; all of them have to run each pass together.
+
+    The decoder's layers are sharded (FSDP2, arXiv 2304.11277): a pass fetches one, uses it and drops it.  Embeddings
+    and the output matrix, which are read outside of passes too, stay whole on each process.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._fingerprint = super().fingerprint()  # while the weights are whole
+
+    def shard(self, device: torch.device) -> None:
+        """Give up what the other processes keep, and move to ``device``."""
+        mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+        for layer in self.layers:
+            fully_shard(layer, mesh=mesh)
+        self.model.to(device)
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
 
 
 def load_target(config: TargetConfig, device: torch.device) -> Target:
@@ -17,14 +42,56 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
     dtype: torch.dtype | str = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     if dtype == "auto" and device.type == "cpu":
         dtype = torch.float32
+    options: dict[str, Any] = {}
+    if config.quantization is not None:
+        options = {"quantization_config": _quantization(config.quantization), "device_map": {"": device}}
+    if config.placement == "spread":
+        options["device_map"] = "auto"
     model = AutoModelForCausalLM.from_pretrained(
         os.path.expanduser(config.path),
         revision=config.revision,
         dtype=dtype,
         trust_remote_code=config.trust_remote_code,
+        **options,
     )
     model.requires_grad_(False)
-    return Target(model.to(device))
+    if config.placement == "sharded":
+        sharded = ShardedTarget(model)
+        sharded.shard(device)
+        return sharded
+    return Target(model if "device_map" in options else model.to(device))
+
+
+def _quantization(name: str) -> BitsAndBytesConfig:
+    if name == "int4":
+        return BitsAndBytesConfig(load_in_4bit=True)
+    # Outliers are decided over all tokens of a pass; without them a token's logits do not depend on its neighbours.
+    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+
+
+def check_placement(config: RunConfig, processes: int) -> None:
+    """Refuse placements that do not go with the rest of the recipe or with this launch.
+
+    Raises:
+        ConfigError: saying what does.
+    """
+    placement = config.target.placement
+    if placement == "spread" and processes > 1:
+        raise ConfigError(
+            f"target.placement=spread takes every device for one process; found {processes}. Launch one process "
+            "(--num_processes 1), or set target.placement=sharded."
+        )
+    if placement != "sharded":
+        return
+    if processes == 1:
+        raise ConfigError("target.placement=sharded needs several processes; found 1. Set it to replicated or spread.")
+    for wanted, found in {
+        "features.mode=online": config.features.mode != "online",  # processes fill different parts of a cache
+        "bundle_target=false": config.bundle_target,
+        "target.quantization=null": config.target.quantization is not None,
+    }.items():
+        if found:
+            raise ConfigError(f"target.placement=sharded goes only with {wanted}.")
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
