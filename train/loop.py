@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from mtp.target import Target
 from train.checkpoints import Progress, find_checkpoint, load_state, save_state
 from train.config import RunConfig, to_dict
 from train.data import DataError, length_batches
-from train.evaluate import decode_acceptance, held_out_metrics, teacher_probs
+from train.evaluate import decode_acceptance, held_out_metrics, labels_of, teacher_probs
 from train.features import FeatureSource
-from train.losses import soft_cross_entropy
+from train.losses import mixture, step_weights
 
 logger = logging.getLogger(__name__)
 
@@ -115,22 +115,23 @@ class Trainer:
         return metrics
 
     def _loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, Any]]:
-        """Soft cross-entropy of all steps, each the mean over its trained positions in all processes."""
-        probs, place = teacher_probs(self.head, batch)
+        """The recipe's loss of all steps, each the mean over its trained positions in all processes."""
+        optim = self.config.optim
+        batch = replace(batch, own_tokens=optim.own_tokens * self.progress.step / self.total_steps)
+        teacher = teacher_probs(self.head, batch)
         with self.accelerator.autocast():
             predictions = self.module(batch, self.config.head.steps)
         losses, accuracy = [], []
         for prediction in predictions:
-            teacher = probs[place[prediction.rows, prediction.positions]]
-            count = torch.tensor(float(max(len(prediction.rows), 1)), device=probs.device)
+            labels = labels_of(self.head, batch, prediction, teacher)
+            count = torch.tensor(float(max(len(prediction.rows), 1)), device=labels.probs.device)
             count = self.accelerator.reduce(count, "mean")
-            losses.append(soft_cross_entropy(prediction.logits, teacher).sum() / count)
+            losses.append(mixture(optim.loss, prediction, labels).sum() / count)
             with torch.no_grad():
-                labels = batch.states.tokens[prediction.rows, prediction.positions + 1]
-                right = self.head.draft_ids[prediction.logits.argmax(-1)] == labels
-                accuracy.append(round(right.float().mean().item(), 4) if len(labels) else 0.0)
-        weights = [self.config.optim.step_weight**step for step in range(len(losses))]
-        total = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
+                right = prediction.logits.argmax(-1) == labels.tokens
+                accuracy.append(round(right.float().mean().item(), 4) if len(right) else 0.0)
+        weights = step_weights(optim.step_weight, len(losses))
+        total = sum(w * loss for w, loss in zip(weights, losses, strict=True))
         assert isinstance(total, Tensor)
         metrics = {
             "loss": round(total.item(), 4),
