@@ -8,6 +8,7 @@ import torch
 from mtp.attention import AttentionPass
 from mtp.drafters import TargetStates
 from mtp.heads import HEADS, Head, TrainingBatch
+from mtp.heads.autoregressive import AutoregressiveHead
 from mtp.model import SpeculativeModel, speculate
 from mtp.target import Target
 from tests.tiny import VOCAB, padded, random_prompts, tiny_head, tiny_model, tiny_target
@@ -18,6 +19,7 @@ from train.features import OnlineFeatures
 from train.losses import soft_cross_entropy
 
 FAMILIES = sorted(HEADS)
+AUTOREGRESSIVE = [family for family in FAMILIES if issubclass(HEADS[family], AutoregressiveHead)]
 
 # A prompt of two turns, then the answer that is trained: user, assistant, user, assistant.
 TWO_TURNS = Row(prompt_ids=(1, 7, 8, 2, 1, 9, 10, 11, 2, 1, 12, 2, 1), response_ids=(13, 14, 15, 16, 2))
@@ -68,8 +70,9 @@ def test_padding_and_batch_neighbours_change_no_prediction(family: str, target: 
         torch.testing.assert_close(one.logits, both.logits[both.rows == 1], atol=1e-4, rtol=1e-4)
 
 
-def test_eagle3_unrolled_steps_equal_what_decoding_computes_along_the_same_tokens(target: Target) -> None:
-    head = tiny_head("eagle3", target)
+@pytest.mark.parametrize("family", AUTOREGRESSIVE)
+def test_unrolled_steps_equal_what_decoding_computes_along_the_same_tokens(family: str, target: Target) -> None:
+    head = tiny_head(family, target)
     ids = random_prompts([14], seed=3)[0]
     row = Row(tuple(ids[:8]), tuple(ids[8:]))
     batch = batch_of(target, head, [row])
@@ -77,9 +80,8 @@ def test_eagle3_unrolled_steps_equal_what_decoding_computes_along_the_same_token
     for base in (7, 8, 9):  # the token at base + 1 is pending; everything up to base is committed
         states = batch.states
         prefix = slice(0, base + 1)
-        seen = TargetStates(
-            states.tokens[:, prefix], states.hidden[:, prefix], states.taps[:, prefix], torch.tensor([base + 1])
-        )
+        taps = None if states.taps is None else states.taps[:, prefix]
+        seen = TargetStates(states.tokens[:, prefix], states.hidden[:, prefix], taps, torch.tensor([base + 1]))
         head.start(seen, capacity=64)
         hidden, logits = head._read(states.tokens[:, base + 1])
         for step in range(3):
@@ -93,13 +95,15 @@ def test_eagle3_unrolled_steps_equal_what_decoding_computes_along_the_same_token
     assert sum(len(step.positions) for step in steps) > 0
 
 
-def test_eagle3_reading_in_pieces_equals_reading_at_once(target: Target) -> None:
-    head = tiny_head("eagle3", target)
+@pytest.mark.parametrize("family", AUTOREGRESSIVE)
+def test_reading_in_pieces_equals_reading_at_once(family: str, target: Target) -> None:
+    head = tiny_head(family, target)
     ids = torch.tensor(random_prompts([12], seed=4))
     hidden, taps = target.encode(ids, head.taps)
 
     def states(begin: int, end: int) -> TargetStates:
-        return TargetStates(ids[:, begin:end], hidden[:, begin:end], taps[:, begin:end], torch.tensor([end - begin]))
+        part = None if taps is None else taps[:, begin:end]
+        return TargetStates(ids[:, begin:end], hidden[:, begin:end], part, torch.tensor([end - begin]))
 
     head.start(states(0, 10), capacity=64)
     _, at_once = head._read(ids[:, 10])
@@ -162,10 +166,11 @@ def test_tokens_outside_the_draft_vocabulary_count_as_missed(target: Target) -> 
     assert metrics["accuracy"][0] <= 1 - outside + 1e-9
 
 
-def test_draft_layer_takes_its_rotary_base_from_the_target() -> None:
+@pytest.mark.parametrize("family", AUTOREGRESSIVE)
+def test_draft_layer_takes_its_rotary_base_from_the_target(family: str) -> None:
     target = tiny_target()
     target.config.rope_parameters = {"rope_type": "default", "rope_theta": 1_000_000.0}
-    head = tiny_head("eagle3", target)
+    head = tiny_head(family, target)
     inverse = head.rotary.embedding.inv_freq
     torch.testing.assert_close(inverse[1], torch.tensor(1_000_000.0 ** (-2 / head.config.head_dim)))
 

@@ -18,12 +18,12 @@ from accelerate import Accelerator
 from transformers.utils import logging as transformers_logging
 
 from mtp.fingerprint import fingerprint_mismatch
-from mtp.heads import head_class
 from mtp.support import UnsupportedTargetError
 from mtp.target import Target
 from train.config import ConfigError, RunConfig, load_config, to_dict
 from train.data import DataError, Row, draft_vocabulary, load_rows, split_rows
 from train.features import CachedFeatures, FeatureSource, OnlineFeatures, resolve_dtype
+from train.fitting import make_head
 from train.loop import Trainer, flatten, seed_everything
 from train.processes import make_accelerator
 from train.target import check_placement, load_target, load_tokenizer
@@ -113,9 +113,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     train, held_out = usable_rows(config, target)
     seed_everything(config.optim.seed)
     draft_ids = draft_vocabulary(train, config.head.draft_vocab_size, target.vocab_size, target.eos_token_ids)
-    head = head_class(config.head.family).from_target(
-        target, draft_ids.to(target.device), steps=config.head.steps, nodes=config.head.nodes, **config.head.sizes
-    )
+    head = make_head(config, target, draft_ids)
     sources = feature_sources(config, accelerator, target, train, held_out, head.taps)
     positions = sum(len(row.response_ids) for row in train)
     logger.info(

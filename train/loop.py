@@ -7,8 +7,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ from train.batches import BatchOrder, trained_positions, training_batch
 from train.checkpoints import Progress, batches_per_step, check_resumable, find_checkpoint, load_state, save_state
 from train.config import RunConfig, to_dict
 from train.data import DataError, length_batches
-from train.evaluate import decode_acceptance, held_out_metrics, teacher_probs
+from train.evaluate import decode_acceptance, held_out_metrics, labels_of, teacher_probs
 from train.features import FeatureSource
-from train.losses import soft_cross_entropy
+from train.losses import mixture, step_weights
 from train.processes import ALONE, Share, copy_weights, engine, prepare_engine, trained_copy
 from train.target import ShardedTarget
 
@@ -108,7 +108,7 @@ class Trainer:
         """One step of the optimiser on ``batches`` (of all processes); returns the metrics of all of them."""
         counts = trained_positions([self.train.rows[i] for batch in batches for i in batch], self.config.head.steps)
         first = self.progress.step * self.step_batches
-        sums = torch.zeros(2, self.config.head.steps, device=self.accelerator.device)
+        sums = torch.zeros(3, self.config.head.steps, device=self.accelerator.device)
         for number, batch in self.share.of(list(enumerate(batches, start=first))):
             # What a head draws belongs to the batch, and not to the process or to what was computed before.
             seed_everything(int(np.random.SeedSequence([self.config.optim.seed, number]).generate_state(1)[0]))
@@ -124,44 +124,48 @@ class Trainer:
                 self.optimizer.zero_grad()
         self.progress.step += 1
         self.progress.positions += int(counts[0])
-        loss, hits = self._sum_over_processes(sums)
-        per_step = (loss / counts.clamp_min(1)).tolist()
+        loss, hits, made = self._sum_over_processes(sums)
+        per_step = (loss / made.clamp_min(1)).tolist()
+        weights = step_weights(self.config.optim.step_weight, len(per_step))
         return {
-            "loss": round(weighted_mean(per_step, self.config.optim.step_weight), 4),
+            "loss": round(sum(w * value for w, value in zip(weights, per_step, strict=True)), 4),
             "step_loss": [round(value, 4) for value in per_step],
-            "accuracy": [round(value, 4) for value in (hits / counts.clamp_min(1)).tolist()],
+            "accuracy": [round(value, 4) for value in (hits / made.clamp_min(1)).tolist()],
             "positions": int(counts[0]),
             "gradient_norm": None if norm is None else round(float(norm), 4),
             "lr": self.scheduler.get_last_lr()[0],
         }
 
     def _loss(self, batch: TrainingBatch, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Soft cross-entropy of all unrolled steps, each the mean over its trained positions in the whole step.
+        """The recipe's loss of all unrolled steps, each the mean over its trained positions in the whole step.
 
         Args:
             batch: one of the step's batches.
-            counts: ``[steps]`` trained positions in all batches of the step, in all processes.  A mean a batch would
-                weigh the tokens of a batch with few of them more.
+            counts: ``[steps]`` positions that the recipe trains in all batches of the step, in all processes.  A mean a
+                batch would weigh the tokens of a batch with few of them more.  Positions that a head leaves out because
+                its own tokens were others than the text's still count.
 
         Returns:
-            The loss, and ``[2, steps]`` sums over the batch of each unrolled step's losses and right guesses.
+            The loss, and ``[3, steps]`` sums over the batch of each unrolled step's losses, right guesses and guesses.
         """
-        probs, place = teacher_probs(self.head, batch)
+        batch = replace(batch, own_tokens=self.config.optim.own_tokens * self.progress.step / self.total_steps)
         with self.accelerator.autocast():
             predictions = self.module(batch, self.config.head.steps)
+        teacher = teacher_probs(self.head, batch)
         losses, hits = [], []
         for prediction in predictions:
-            teacher = probs[place[prediction.rows, prediction.positions]]
-            losses.append(soft_cross_entropy(prediction.logits, teacher).sum())
-            labels = batch.states.tokens[prediction.rows, prediction.positions + 1]
-            hits.append((self.head.draft_ids[prediction.logits.detach().argmax(-1)] == labels).sum())
+            labels = labels_of(self.head, batch, prediction, teacher)
+            losses.append(mixture(self.config.optim.loss, prediction, labels).sum())
+            hits.append((prediction.logits.detach().argmax(-1) == labels.tokens).sum())
+        weights = step_weights(self.config.optim.step_weight, len(losses))
         means = [loss / max(count, 1) for loss, count in zip(losses, counts.tolist(), strict=True)]
         # Gradients are averaged over the batches of a process and over processes, but the means are sums already.
-        total = self.step_batches * weighted_mean(means, self.config.optim.step_weight)
-        return total, torch.stack([torch.stack(losses).detach(), torch.stack(hits)])
+        total = self.step_batches * torch.stack([w * mean for w, mean in zip(weights, means, strict=True)]).sum()
+        made = hits[0].new_tensor([len(prediction.rows) for prediction in predictions])
+        return total, torch.stack([torch.stack(losses).detach(), torch.stack(hits), made])
 
     def _sum_over_processes(self, sums: Tensor) -> Tensor:
-        """``[2, steps]`` of all processes; on the same occasion they agree whether any of them was asked to stop."""
+        """``[3, steps]`` of all processes; on the same occasion they agree whether any of them was asked to stop."""
         asked = sums.new_full((1,), float(self._stop_requested))
         total = self.accelerator.reduce(torch.cat([sums.flatten(), asked]), "sum").cpu()
         self._stop_agreed = bool(total[-1] > 0)
@@ -320,12 +324,6 @@ class _Interrupts:
     def __exit__(self, *exception: Any) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-
-def weighted_mean(values: Sequence[Any], weight: float) -> Any:
-    """Mean of one value (a number or a tensor) an unrolled step, of which step i counts ``weight ** i``."""
-    weights = [weight**step for step in range(len(values))]
-    return sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
 
 
 def warmup_cosine(total: int, warmup: int, floor: float = 0.1) -> Callable[[int], float]:

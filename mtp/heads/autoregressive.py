@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from mtp.drafters.base import Budget, Draw, TargetStates
 from mtp.growth import BestFirstGrowth, drawn_widths
 from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
 from mtp.heads.layers import DraftLayer, Rotary, gather_positions, rope_parameters
-from mtp.heads.unrolling import Bases, UnrolledAttention
+from mtp.heads.unrolling import Bases, UnrolledAttention, misses_own_token
 from mtp.packing import PackedLinears
 from mtp.target import Target
 from mtp.tree import TokenTree
@@ -50,6 +50,13 @@ class AutoregressiveConfig(HeadConfig):
     depth: int = 6
     width: int = 6
     calibration: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_dim % 2:
+            raise ValueError(
+                f"Rotary positions turn pairs of dimensions; found head_dim={self.head_dim}, an odd number."
+            )
 
 
 def layer_sizes(target: Target) -> dict[str, Any]:
@@ -81,6 +88,7 @@ class AutoregressiveHead(Head):
         rotary: its positions.
     """
 
+    follows_own_tokens: ClassVar[bool] = True
     config: AutoregressiveConfig
     state: DraftState
     midlayer: DraftLayer
@@ -109,7 +117,8 @@ class AutoregressiveHead(Head):
         """Training-time test: step s reads the hidden states that step s - 1 produced (EAGLE-3, section 3.2).
 
         At step s a base position sees the true entries up to itself and its own entries of steps 1 to s, exactly what
-        a chain sees when it is drafted.
+        a chain sees when it is drafted.  Of the positions that follow the head's own tokens (``batch.own_tokens``),
+        only steps behind right guesses are trained, as only those are reached in decoding.
         """
         states, layer = batch.states, self.midlayer
         # Under autocast projections give bfloat16; the residual stream stays in the weights' own precision.
@@ -120,6 +129,8 @@ class AutoregressiveHead(Head):
         rows, positions = bases.rows, bases.positions
         residual, x = residual[rows, positions], x[rows, positions]
         hidden = residual
+        follows = torch.rand(len(rows), device=rows.device) < batch.own_tokens
+        reached = torch.ones_like(follows)
         predictions = []
         for step in range(steps):
             if step > 0:
@@ -127,8 +138,13 @@ class AutoregressiveHead(Head):
                 residual, x = self.combine(embeddings[rows, nodes], hidden)
                 attention.add_own(x, step)
             hidden = layer.finish(residual, attention(x, step))
-            trained = batch.bases(step + 2)[rows, positions]
-            predictions.append(Prediction(self.guess(hidden[trained]), rows[trained], positions[trained] + 1 + step))
+            trained = batch.bases(step + 2)[rows, positions] & reached
+            logits, at = self.guess(hidden[trained]), positions[trained] + 1 + step
+            estimate = hidden[trained] if self.estimates_hidden else None
+            predictions.append(Prediction(logits, rows[trained], at, estimate))
+            if batch.own_tokens > 0:
+                misses = misses_own_token(logits, self.draft_index(states.tokens[rows[trained], at + 1]))
+                reached = reached.index_put((trained.nonzero(as_tuple=True)), ~(misses & follows[trained]))
         return predictions
 
     # ---- decoding -------------------------------------------------------------------------------------------------
