@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
 from mtp.heads.eagle3 import Eagle3Head
+from mtp.heads.hydra import HydraHead
 from mtp.heads.medusa import MedusaHead
+from mtp.heads.recurrent import RecurrentHead
 
-HEADS: dict[str, type[Head]] = {head.family: head for head in (Eagle3Head, MedusaHead)}
+HEADS: dict[str, type[Head]] = {head.family: head for head in (Eagle3Head, HydraHead, MedusaHead, RecurrentHead)}
 
 
 def head_class(family: str) -> type[Head]:
