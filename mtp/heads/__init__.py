@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
 from mtp.heads.eagle3 import Eagle3Head
-from mtp.heads.hydra import HydraHead
+from mtp.heads.hydra import HydraHead, HydraPlusHead
 from mtp.heads.medusa import MedusaHead
 from mtp.heads.recurrent import RecurrentHead
 
-HEADS: dict[str, type[Head]] = {head.family: head for head in (Eagle3Head, HydraHead, MedusaHead, RecurrentHead)}
+HEADS: dict[str, type[Head]] = {
+    head.family: head for head in (Eagle3Head, HydraHead, HydraPlusHead, MedusaHead, RecurrentHead)
+}
 
 
 def head_class(family: str) -> type[Head]:

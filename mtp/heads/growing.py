@@ -1,9 +1,13 @@
-"""Heads whose guess depends on the tokens drafted before it: their trees grow level by level."""
+"""Heads whose guess depends on the tokens drafted before it: their trees grow level by level.
+
+Best-first as in EAGLE-2 (arXiv 2406.16858); or drawn, with a shape that does not depend on what is drawn.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,27 +41,25 @@ class GrowingHead(Head):
     """A head that carries something from each drafted token to those behind it (``carry [B, W, C]``).
 
     A family says how the roots are read (``first``) and how a token is taken in (``then``).  Of the text it knows the
-    target's last hidden state alone, unless a family keeps more.
-
-    Attributes:
-        state: ``[B, 1, H]`` final hidden states of the last committed tokens.
+    target's last hidden state alone (``state [B, 1, H]``), unless a family keeps more.
     """
 
     config: GrowingConfig
-    state: Tensor
-
-    def __init__(self, config: GrowingConfig):
-        super().__init__(config)
-        self._packed: PackedLinears | None = None
 
     @abstractmethod
     def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
         """Take in the pending tokens ``[B]``: what the roots carry ``[B, 1, C]`` and their logits ``[B, 1, Vd]``."""
 
     @abstractmethod
-    def then(self, tokens: Tensor, carry: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Take in drafted tokens ``[B, W]`` at ``depth`` (the root's children have 1), whose parents carry ``carry
-        [B, W, C]``: what they carry themselves, and their logits ``[B, W, Vd]``."""
+    def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Take in drafted tokens: what they carry, and their logits ``[B, W, Vd]``.
+
+        Args:
+            tokens: ``[B, W]``.
+            carry: ``[B, W, C]`` what their parents carry.
+            seen: ``[B, W, S]`` which of the S tokens taken in so far, these included, are on each one's own path.
+            depth: of these tokens; the root's children have 1.
+        """
 
     def start(self, states: TargetStates, capacity: int) -> None:
         self.observe(states)
@@ -73,8 +75,6 @@ class GrowingHead(Head):
 
     @torch.no_grad()
     def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
-        if self._packed is None:
-            self._packed = PackedLinears(self)
         with self._packed.active():
             return self._best_first(pending, budget) if draw is None else self._drawn(pending, budget, draw)
 
@@ -85,8 +85,8 @@ class GrowingHead(Head):
         for depth in range(1, self.config.depth):
             if not growth.pays_to_go_on():
                 break
-            tokens, parents, _ = growth.frontier()
-            carry, logits = self.then(tokens, gather_positions(carry, parents), depth)
+            tokens, parents, seen = growth.frontier()
+            carry, logits = self.then(tokens, gather_positions(carry, parents), seen, depth)
             growth.add(torch.log_softmax(logits.float(), dim=-1), self.draft_ids)
         return growth.tree()
 
@@ -100,8 +100,8 @@ class GrowingHead(Head):
         carry, logits = self.first(pending)
         growth.add(draw.log_probs(logits), self.draft_ids, draw)
         for depth, width in enumerate(expanded[1:], start=1):
-            tokens, parents, _ = growth.frontier(width)
-            carry, logits = self.then(tokens, gather_positions(carry, parents), depth)
+            tokens, parents, seen = growth.frontier(width)
+            carry, logits = self.then(tokens, gather_positions(carry, parents), seen, depth)
             growth.add(draw.log_probs(logits), self.draft_ids, draw)
         return growth.drawn_tree(self.config.vocab_size)
 
@@ -114,3 +114,7 @@ class GrowingHead(Head):
 
     def set_calibration(self, calibration: tuple[tuple[float, float], ...]) -> None:
         self.config = replace(self.config, calibration=calibration)
+
+    @cached_property
+    def _packed(self) -> PackedLinears:
+        return PackedLinears(self)

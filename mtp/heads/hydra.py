@@ -5,9 +5,13 @@ Head s, standing at position t, reads the target's final hidden state at t and t
 narrows its input to the target's width, and an output matrix of its own.
 
 Weights are named as in the authors' ``HydraMLP``: ``hydra_mlp.{s}.{j}.linear``, ``hydra_mlp.{s}.0.res_connection``,
-``hydra_lm_head.{s}``.  What differs: output matrices give the draft vocabulary and have no bias, every block has weights
-of its own (there all but the first share theirs), and inputs are divided by ``input_scale``, which the weights of the
+``hydra_lm_head.{s}``.  What differs: output matrices give the draft vocabulary, without a bias; every block has weights
+of its own (there all blocks but the first are one), and inputs are divided by ``input_scale``, which the weights of the
 first block can take over.
+
+Hydra++ is the same behind a decoder layer of its own, run once a round, that attends to the committed text: the heads
+read what it makes of the final hidden states in place of these.  The layer is ``prefix_embedding_layer``, and the norm
+behind it ``prefix_norm``.  Its heads are deeper, and distilled on the target's distributions, as all heads are here.
 """
 
 from __future__ import annotations
@@ -19,9 +23,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from mtp.heads.base import HeadConfig, Prediction, TrainingBatch
+from mtp.heads.autoregressive import AutoregressiveConfig, layer_sizes
+from mtp.heads.base import Prediction, TrainingBatch
+from mtp.heads.caching import CachingHead, enter
 from mtp.heads.growing import GrowingConfig, GrowingHead
-from mtp.heads.layers import ResidualBlock
+from mtp.heads.layers import DraftLayer, ResidualBlock, Rotary, gather_positions
+from mtp.heads.unrolling import Bases, UnrolledAttention
 from mtp.heads.warmstart import ChainRegression
 from mtp.target import Target
 
@@ -46,7 +53,7 @@ class HydraHead(GrowingHead):
     """See the module's text."""
 
     family: ClassVar[str] = "hydra"
-    config_class: ClassVar[type[HeadConfig]] = HydraConfig
+    config_class: ClassVar[type[HydraConfig]] = HydraConfig
     config: HydraConfig
     input_scale: Tensor
 
@@ -66,37 +73,46 @@ class HydraHead(GrowingHead):
 
     @classmethod
     def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
-        config = HydraConfig(
+        config = cls.config_class(
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
             draft_vocab_size=draft_ids.numel(),
-            **{"depth": sizes.get("steps", HydraConfig.steps), **sizes},
+            **{"depth": sizes.get("steps", HydraConfig.steps), **cls.default_sizes(target), **sizes},
         )
         head = cls(config).to(target.device).attach(target)
         head.set_draft_vocabulary(draft_ids)
         return head
 
+    @classmethod
+    def default_sizes(cls, target: Target) -> dict[str, Any]:
+        """Sizes that follow from the target's own."""
+        return {}
+
     def embed(self, tokens: Tensor) -> Tensor:
         """``[...] -> [..., H]``, as the heads read them."""
         return self.target.embed(tokens).to(self.input_scale) / self.input_scale[self.config.hidden_size :]
 
-    def context(self, hidden: Tensor) -> Tensor:
-        """Final hidden states ``[..., H]``, as the heads read them."""
-        return hidden.to(self.input_scale) / self.input_scale[: self.config.hidden_size]
-
     def guess(self, inputs: Tensor, step: int) -> Tensor:
-        """Logits ``[..., Vd]`` of head ``step`` from ``inputs [..., (step + 2) H]``: the context, then the tokens."""
+        """Logits ``[..., Vd]`` of head ``step`` from ``inputs [..., (step + 2) H]``: a state, then the tokens."""
         logits: Tensor = self.hydra_lm_head[step](self.hydra_mlp[step](inputs))
         return logits
 
+    def read(self, batch: TrainingBatch, bases: Bases) -> Tensor:
+        """``[M, H]`` what heads read of the text up to each base position."""
+        return batch.states.hidden[bases.rows, bases.positions].to(self.input_scale)
+
     def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
-        states = batch.states
+        bases = Bases.of(batch, steps)
+        rows, positions = bases.rows, bases.positions
+        inputs = self.read(batch, bases) / self.input_scale[: self.config.hidden_size]
+        tokens = batch.states.tokens
         predictions = []
         for step in range(min(steps, self.config.steps)):
-            rows, bases = batch.bases(step + 2).nonzero(as_tuple=True)
-            drafted = [self.embed(states.tokens[rows, bases + 1 + k]) for k in range(step + 1)]
-            inputs = torch.cat([self.context(states.hidden[rows, bases]), *drafted], dim=-1)
-            predictions.append(Prediction(self.guess(inputs, step), rows, bases + 1 + step))
+            following = tokens[rows, (positions + 1 + step).clamp_max(tokens.shape[1] - 1)]
+            inputs = torch.cat([inputs, self.embed(following)], dim=-1)
+            trained = batch.bases(step + 2)[rows, positions]
+            logits = self.guess(inputs[trained], step)
+            predictions.append(Prediction(logits, rows[trained], positions[trained] + 1 + step))
         return predictions
 
     @torch.no_grad()
@@ -105,26 +121,83 @@ class HydraHead(GrowingHead):
         output matrix; the blocks behind the first start as the identity."""
         fit = ChainRegression(self.config.hidden_size, self.config.steps, self.input_scale.device)
         for batch in batches:
-            fit.add(batch, batch.states.hidden, self.target.embed)
+            bases = Bases.of(batch, self.config.steps)
+            fit.add(batch, bases, self.read(batch, bases), self.target.embed)
         self.input_scale.copy_(fit.input_scale())
-        context, token = self.input_scale.chunk(2)
-        output = self.target.output_matrix[self.draft_ids].float() * fit.output_scale()
+        state, token = self.input_scale.chunk(2)
+        output = self.target.output_matrix[self.draft_ids] * fit.output_scale()
         for step in range(self.config.steps):
-            first = self.hydra_mlp[step].get_submodule("0")
-            scale = torch.cat([context, token.repeat(step + 1)])
-            first.get_parameter("res_connection.weight").copy_(fit.solve(step) * scale / fit.output_scale())
-            first.get_parameter("linear.weight").zero_()
-            for name, parameter in self.hydra_mlp[step].named_parameters():
-                if name.endswith("bias"):
-                    parameter.zero_()
+            for parameter in self.hydra_mlp[step].parameters():
+                parameter.zero_()
+            scale = torch.cat([state, token.repeat(step + 1)]) / fit.output_scale()
+            narrowing = self.hydra_mlp[step].get_parameter("0.res_connection.weight")
+            narrowing.copy_(fit.solve(step) * scale)
             self.hydra_lm_head[step].get_parameter("weight").copy_(output)
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 
     def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
-        carry = torch.cat([self.context(self.state), self.embed(pending[:, None])], dim=-1)
+        return self._begin(self.state, pending)
+
+    def _begin(self, states: Tensor, pending: Tensor) -> tuple[Tensor, Tensor]:
+        """``first``, from what heads read of the text, ``[B, 1, H]``."""
+        states = states.to(self.input_scale) / self.input_scale[: self.config.hidden_size]
+        carry = torch.cat([states, self.embed(pending[:, None])], dim=-1)
         return carry, self.guess(carry, 0)
 
-    def then(self, tokens: Tensor, carry: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         carry = torch.cat([carry, self.embed(tokens)], dim=-1)
         return carry, self.guess(carry, depth)
+
+
+@dataclass(frozen=True)
+class HydraPlusConfig(HydraConfig, AutoregressiveConfig):
+    """Sizes of Hydra++; those of the layer are its prefix attention's."""
+
+    layers: int = 4
+
+
+class HydraPlusHead(CachingHead, HydraHead):
+    """Hydra++: heads read ``prefix_norm(prefix_embedding_layer(h))`` in place of the final hidden states h."""
+
+    family: ClassVar[str] = "hydra++"
+    config_class: ClassVar[type[HydraConfig]] = HydraPlusConfig
+    config: HydraPlusConfig
+
+    def __init__(self, config: HydraPlusConfig):
+        super().__init__(config)
+        width, eps = config.hidden_size, config.rms_norm_eps
+        layer = DraftLayer(width, width, config.num_heads, config.head_dim, config.intermediate_size, eps)
+        layer.input_layernorm = nn.RMSNorm(width, eps=eps)
+        self.prefix_embedding_layer = layer
+        self.prefix_norm = nn.RMSNorm(width, eps=eps)
+        self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_positions)
+
+    @classmethod
+    def default_sizes(cls, target: Target) -> dict[str, Any]:
+        return layer_sizes(target)
+
+    def read(self, batch: TrainingBatch, bases: Bases) -> Tensor:
+        layer = self.prefix_embedding_layer
+        hidden = batch.states.hidden.to(self.input_scale)
+        x = layer.input_layernorm(hidden)
+        attention = UnrolledAttention(layer, self.rotary, x, bases)
+        attended = attention(x[bases.rows, bases.positions], step=0)
+        return self.prefix_norm(layer.finish(hidden[bases.rows, bases.positions], attended))
+
+    @torch.no_grad()
+    def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
+        """As Hydra's, behind a layer that adds nothing yet."""
+        layer = self.prefix_embedding_layer
+        layer.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        super().warm_start(batches)
+
+    def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
+        layer, states = self.prefix_embedding_layer, self.state.unread
+        assert states is not None
+        hidden = states.hidden.to(self.input_scale)
+        attended = enter(layer, self.rotary, self.state.cache, layer.input_layernorm(hidden), states.counts)
+        self.state.unread = None
+        last = gather_positions(hidden, (states.counts - 1)[:, None])
+        return self._begin(self.prefix_norm(layer.finish(last, attended)), pending)

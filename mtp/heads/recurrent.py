@@ -25,6 +25,7 @@ from torch.nn import functional as F  # noqa: N812
 from mtp.heads.base import HeadConfig, Prediction, TrainingBatch
 from mtp.heads.growing import GrowingConfig, GrowingHead
 from mtp.heads.layers import ResidualBlock
+from mtp.heads.unrolling import Bases
 from mtp.heads.warmstart import ChainRegression, RidgeRegression
 from mtp.target import Target
 
@@ -87,17 +88,16 @@ class RecurrentHead(GrowingHead):
         return logits
 
     def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
-        tokens = batch.states.tokens
-        wanted = torch.stack([batch.bases(step + 2) for step in range(steps)]).any(0)
-        rows, bases = wanted.nonzero(as_tuple=True)
-        context = self.context(batch.states.hidden[rows, bases])
+        tokens, bases = batch.states.tokens, Bases.of(batch, steps)
+        rows, positions = bases.rows, bases.positions
+        context = self.context(batch.states.hidden[rows, positions])
         state = torch.zeros_like(context)
         predictions = []
         for step in range(steps):
-            state = self.take_in(tokens[rows, (bases + 1 + step).clamp_max(tokens.shape[1] - 1)], state)
-            trained = batch.bases(step + 2)[rows, bases]
+            state = self.take_in(tokens[rows, (positions + 1 + step).clamp_max(tokens.shape[1] - 1)], state)
+            trained = batch.bases(step + 2)[rows, positions]
             logits = self.guess(context[trained], state[trained])
-            predictions.append(Prediction(logits, rows[trained], bases[trained] + 1 + step))
+            predictions.append(Prediction(logits, rows[trained], positions[trained] + 1 + step))
         return predictions
 
     @torch.no_grad()
@@ -114,7 +114,8 @@ class RecurrentHead(GrowingHead):
         width = self.config.hidden_size
         fit = ChainRegression(width, self.config.steps, self.input_scale.device)
         for batch in batches:
-            fit.add(batch, batch.states.hidden, self.target.embed)
+            bases = Bases.of(batch, self.config.steps)
+            fit.add(batch, bases, batch.states.hidden[bases.rows, bases.positions], self.target.embed)
         self.input_scale.copy_(fit.input_scale())
         scale = fit.output_scale()
         transition, entry = fit.solve(0).split(width, dim=1)
@@ -135,10 +136,13 @@ class RecurrentHead(GrowingHead):
     # ---- decoding -------------------------------------------------------------------------------------------------
 
     def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
-        return self.then(pending[:, None], torch.zeros_like(self.state), depth=0)
+        return self._after(pending[:, None], torch.zeros_like(self.context(self.state)))
 
-    def then(self, tokens: Tensor, carry: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        state = self.take_in(tokens, carry)
+    def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        return self._after(tokens, carry)
+
+    def _after(self, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.take_in(tokens, state)
         return state, self.guess(self.context(self.state).expand_as(state), state)
 
 

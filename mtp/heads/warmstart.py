@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp.heads.base import TrainingBatch
+from mtp.heads.unrolling import Bases
 
 
 class RidgeRegression:
@@ -67,13 +68,14 @@ class ChainRegression:
         self.moments = RidgeRegression((1 + steps) * width, steps * width, device)
         self._power = 0.0
 
-    def add(self, batch: TrainingBatch, states: Tensor, embed: Callable[[Tensor], Tensor]) -> None:
-        """Take in all positions of ``batch`` whose whole chain is trained; ``states [B, T, H]`` are the x."""
+    def add(self, batch: TrainingBatch, bases: Bases, states: Tensor, embed: Callable[[Tensor], Tensor]) -> None:
+        """Take in the base positions whose whole chain is trained; ``states [M, H]`` are the x at all of them."""
         tokens, hidden = batch.states.tokens, batch.states.hidden
-        rows, bases = (batch.bases(2) & batch.bases(self.steps + 1)).nonzero(as_tuple=True)
+        whole = (batch.bases(2) & batch.bases(self.steps + 1))[bases.rows, bases.positions]
+        rows, positions = bases.rows[whole], bases.positions[whole]
         chain = range(1, self.steps + 1)
-        inputs = [states[rows, bases], *(embed(tokens[rows, bases + k]) for k in chain)]
-        following = torch.cat([hidden[rows, bases + k] for k in chain], dim=-1)
+        inputs = [states[whole], *(embed(tokens[rows, positions + k]) for k in chain)]
+        following = torch.cat([hidden[rows, positions + k] for k in chain], dim=-1)
         self.moments.add(torch.cat(inputs, dim=-1), following)
         self._power += float(following.float().pow(2).sum())
 

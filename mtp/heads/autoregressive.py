@@ -1,0 +1,140 @@
+"""Heads of one decoder layer that drafts token after token, each step reading the hidden state of the step before.
+
+What EAGLE-1, EAGLE-3 and MTP modules share: trees drawn from such a layer, its own key-value cache, and training that
+sees what drafting sees.  A family says what it reads of the target, how it joins that with a token's embedding, and how
+it makes a hidden state into logits.
+
+Positions.  The entry at position t holds token ``t + 1`` and the target's states at t; it guesses token ``t + 2``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtp.attention import AttentionPass, attend
+from mtp.drafters.base import TargetStates
+from mtp.heads.base import Prediction, TrainingBatch
+from mtp.heads.caching import CachingHead, enter
+from mtp.heads.growing import GrowingConfig
+from mtp.heads.layers import DraftLayer, Rotary, gather_positions, rope_parameters
+from mtp.heads.unrolling import Bases, UnrolledAttention
+from mtp.target import Target
+
+
+@dataclass(frozen=True)
+class AutoregressiveConfig(GrowingConfig):
+    """Sizes of a head with a decoder layer of its own."""
+
+    num_heads: int = 8
+    head_dim: int = 64
+    intermediate_size: int = 1536
+    rms_norm_eps: float = 1e-6
+    max_positions: int = 8192
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+
+
+def layer_sizes(target: Target) -> dict[str, Any]:
+    """Sizes of a draft layer like the target's own layers, its rotary settings included."""
+    text = target.config
+    heads = text.num_attention_heads
+    return {
+        "num_heads": heads,
+        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        "max_positions": target.max_positions or AutoregressiveConfig.max_positions,
+        "rope_parameters": rope_parameters(target),
+    }
+
+
+class AutoregressiveHead(CachingHead):
+    """See the module's text.  Drafts dynamic best-first trees, as EAGLE-2 (arXiv 2406.16858).
+
+    Attributes:
+        midlayer: the draft layer.
+        rotary: its positions.
+    """
+
+    config: AutoregressiveConfig
+    midlayer: DraftLayer
+    rotary: Rotary
+
+    @abstractmethod
+    def read_states(self, states: TargetStates) -> Tensor:
+        """``[B, T, H]`` what the head knows of the target's states, in the place of a hidden state of its own."""
+
+    @abstractmethod
+    def combine(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Join a token's ``embedding [..., H]`` with the ``hidden [..., H]`` of the position before it.
+
+        Returns:
+            residual: ``[..., H]`` the stream that the layer adds to.
+            x: ``[..., I]`` what queries, keys and values are computed from.
+        """
+
+    @abstractmethod
+    def guess(self, hidden: Tensor) -> Tensor:
+        """``[..., H]`` hidden states of the layer to logits ``[..., Vd]``."""
+
+    # ---- training -------------------------------------------------------------------------------------------------
+
+    def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
+        """Training-time test: step s reads the hidden states that step s - 1 produced (EAGLE-3, section 3.2).
+
+        At step s a base position sees the true entries up to itself and its own entries of steps 1 to s, exactly what
+        a chain sees when it is drafted.
+        """
+        states, layer = batch.states, self.midlayer
+        # Under autocast projections give bfloat16; the residual stream stays in the weights' own precision.
+        embeddings = self._embed(states.tokens)
+        residual, x = self.combine(embeddings[:, 1:], self.read_states(states)[:, :-1])
+        bases = Bases.of(batch, steps)
+        attention = UnrolledAttention(layer, self.rotary, x, bases)
+        rows, positions = bases.rows, bases.positions
+        residual, x = residual[rows, positions], x[rows, positions]
+        hidden = residual
+        predictions = []
+        for step in range(steps):
+            if step > 0:
+                nodes = (positions + 1 + step).clamp_max(states.tokens.shape[1] - 1)
+                residual, x = self.combine(embeddings[rows, nodes], hidden)
+                attention.add_own(x, step)
+            hidden = layer.finish(residual, attention(x, step))
+            trained = batch.bases(step + 2)[rows, positions]
+            predictions.append(Prediction(self.guess(hidden[trained]), rows[trained], positions[trained] + 1 + step))
+        return predictions
+
+    # ---- decoding -------------------------------------------------------------------------------------------------
+
+    def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
+        """Enter what was committed since the last call; the roots carry their hidden states ``[B, 1, H]``."""
+        states = self.state.unread
+        assert states is not None
+        last = (states.counts - 1)[:, None]
+        following = torch.cat([states.tokens[:, 1:], pending[:, None]], dim=1).scatter(1, last, pending[:, None])
+        residual, x = self.combine(self._embed(following), self.read_states(states))
+        attended = enter(self.midlayer, self.rotary, self.state.cache, x, states.counts)
+        hidden = self.midlayer.finish(gather_positions(residual, last), attended)
+        self.state.unread = None
+        return hidden, self.guess(hidden)
+
+    def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        layer, cache = self.midlayer, self.state.cache
+        cache.stage(tokens.shape[1])
+        residual, x = self.combine(self._embed(tokens), carry)
+        positions = (cache.lengths + (depth - 1))[:, None].expand_as(tokens)
+        attention = AttentionPass(cache.lengths, cache.start, positions, seen, positions)
+        query, key = (layer.split_heads(project(x)) for project in (layer.q_proj, layer.k_proj))
+        query, key = self.rotary(positions, query, key)
+        key, value = cache.update(key, layer.split_heads(layer.v_proj(x)), 0)
+        mask = attention.mask(None, x.device)
+        attended = attend(query, key, value, mask, layer.head_dim**-0.5).flatten(2)
+        hidden = layer.finish(residual, attended)
+        return hidden, self.guess(hidden)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.target.embed(tokens).to(self.midlayer.post_attention_layernorm.weight)
