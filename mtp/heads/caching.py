@@ -24,7 +24,7 @@ class DraftState:
 
 
 class CachingHead(GrowingHead):
-    """A head with a cache.  It reads what was committed when it is asked to guess, so that plain rounds cost nothing."""
+    """A head with a cache.  It reads what was committed only when asked to guess, so that plain rounds cost nothing."""
 
     state: DraftState
 

@@ -118,7 +118,7 @@ class HydraHead(GrowingHead):
     @torch.no_grad()
     def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
         """Head s starts as the linear map of its inputs onto the final state at ``t + 1 + s``, read by the target's own
-        output matrix; the blocks behind the first start as the identity."""
+        output matrix; what the blocks add starts small."""
         fit = ChainRegression(self.config.hidden_size, self.config.steps, self.input_scale.device)
         for batch in batches:
             bases = Bases.of(batch, self.config.steps)
@@ -127,11 +127,13 @@ class HydraHead(GrowingHead):
         state, token = self.input_scale.chunk(2)
         output = self.target.output_matrix[self.draft_ids] * fit.output_scale()
         for step in range(self.config.steps):
-            for parameter in self.hydra_mlp[step].parameters():
-                parameter.zero_()
+            for block in self.hydra_mlp[step].children():
+                assert isinstance(block, ResidualBlock)
+                block.start_small()
+            narrowing = self.hydra_mlp[step].get_submodule("0.res_connection")
             scale = torch.cat([state, token.repeat(step + 1)]) / fit.output_scale()
-            narrowing = self.hydra_mlp[step].get_parameter("0.res_connection.weight")
-            narrowing.copy_(fit.solve(step) * scale)
+            narrowing.get_parameter("weight").copy_(fit.solve(step) * scale)
+            narrowing.get_parameter("bias").zero_()
             self.hydra_lm_head[step].get_parameter("weight").copy_(output)
 
     # ---- decoding -------------------------------------------------------------------------------------------------

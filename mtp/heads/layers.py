@@ -117,6 +117,12 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.res_connection(x) + F.silu(self.linear(x))
 
+    @torch.no_grad()
+    def start_small(self) -> None:
+        """Weights that leave a warm start nearly as it is, yet let blocks on top of each other learn different things."""
+        self.linear.weight.normal_(0, 0.1 * self.linear.in_features**-0.5)
+        self.linear.bias.zero_()
+
 
 def unit_scale(states: Tensor) -> float:
     """Root mean square over all entries: what states are divided by to have scale one."""

@@ -127,11 +127,10 @@ class RecurrentHead(GrowingHead):
         self.rnn_u.bias.zero_()
         self.input_proj.weight.copy_(torch.cat([from_hidden * self.input_scale[:width], from_state], dim=1))
         self.input_proj.bias.copy_(-from_state @ (power * (GAIN / scale) ** 2 / 4))
-        *blocks, output = self.lm_head
-        for block in blocks:
-            for parameter in block.parameters():
-                parameter.zero_()
-        output.get_parameter("weight").copy_(self.target.output_matrix[self.draft_ids] * scale)
+        for block in self.lm_head:
+            if isinstance(block, ResidualBlock):
+                block.start_small()
+        self.lm_head[-1].get_parameter("weight").copy_(self.target.output_matrix[self.draft_ids] * scale)
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 
