@@ -12,10 +12,10 @@ from mtp.heads.growing import GrowingHead
 from mtp.model import SpeculativeModel, speculate
 from mtp.target import Target
 from tests.tiny import VOCAB, padded, random_prompts, tiny_head, tiny_model, tiny_target
+from train.batches import training_batch
 from train.data import Row
 from train.evaluate import held_out_metrics, teacher_probs
 from train.features import OnlineFeatures
-from train.loop import training_batch
 from train.losses import soft_cross_entropy
 
 FAMILIES = sorted(HEADS)

@@ -146,11 +146,10 @@ def test_an_interrupted_run_resumes_to_exactly_the_weights_of_an_uninterrupted_o
     trainer = program.build_trainer(load_config(recipe(workshop, tmp_path / "parts")))
     step = trainer._step
 
-    def interrupt_at_fifth(batch: Any) -> Any:
-        metrics = step(batch)
-        if trainer.progress.step == 5:
+    def interrupt_at_fifth(batches: Any) -> Any:
+        if trainer.progress.step == 4:
             os.kill(os.getpid(), signal.SIGINT)
-        return metrics
+        return step(batches)
 
     trainer._step = interrupt_at_fifth  # type: ignore[method-assign]
     with pytest.raises(SystemExit):
@@ -178,7 +177,7 @@ def test_a_killed_run_resumes_from_its_newest_whole_checkpoint(workshop: Path, t
     newest = whole_checkpoints(tmp_path / "run")[-1]
     assert find_checkpoint(tmp_path / "run", "auto") == newest
     trainer = program.build_trainer(load_config(arguments))
-    trainer._resume()
+    trainer.begin()
     assert trainer.progress.step == int(newest.name.removeprefix("step-"))
 
 

@@ -34,6 +34,12 @@ class Reliability:
         self.confidences[depth - 1].append(confidence)
         self.accepted[depth - 1].append(accepted)
 
+    def add_all(self, other: Reliability) -> None:
+        """Count the guesses of ``other`` too."""
+        for depth, pairs in enumerate(zip(other.confidences, other.accepted, strict=True), start=1):
+            for confidence, accepted in zip(*pairs, strict=True):
+                self.add(depth, confidence, accepted)
+
     def table(self) -> list[list[dict[str, float]]]:
         """For each depth, bins of equal width: guesses in it, their mean confidence and the share that was accepted."""
         return [_bins(*pair) for pair in zip(self.confidences, self.accepted, strict=True)]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
 from mtp.files import write_json
 from train.config import ConfigError, RunConfig, to_dict
+from train.processes import engine
 
 STATE = "trainer_state.json"
 # Settings that a resumed run must share with the one it continues: they decide which batch comes when.
@@ -22,58 +24,96 @@ RESUME_KEYS = ("data", "head", "optim", "target")
 class Progress:
     """Where a run stands; what a checkpoint holds besides weights and optimiser.
 
+    The position in the data is the step: a run takes the same number of batches in every step, wherever it runs.
+
     Attributes:
         step: optimiser steps taken.
-        epoch: passes over the data completed.
-        batch: batches of the current pass already used, per process.
         best: highest mean accepted length so far.
         seconds: time spent training, evaluations left out.
         positions: trained positions seen.
     """
 
     step: int = 0
-    epoch: int = 0
-    batch: int = 0
     best: float = 0.0
     seconds: float = 0.0
     positions: int = 0
 
 
-def save_state(accelerator: Accelerator, output: Path, progress: Progress, config: RunConfig) -> None:
-    """Write weights, optimiser, schedule, random states and progress into ``output/checkpoints``.
+def save_state(
+    accelerator: Accelerator, output: Path, progress: Progress, config: RunConfig, step_batches: int
+) -> None:
+    """Write weights, optimiser, schedule and progress into ``output/checkpoints``.
 
     The checkpoint appears whole or not at all; the oldest ones beyond ``config.keep_checkpoints`` are removed.  Every
-    process must call this.
+    process must call this, and ``output`` must be one folder for all of them.
     """
     folder = output / "checkpoints" / f"step-{progress.step:07d}"
     staged = folder.with_name(f".{folder.name}.partial")
     if accelerator.is_main_process:
-        shutil.rmtree(staged, ignore_errors=True)
+        for left in folder.parent.glob(".step-*"):  # by a run that was killed while it wrote or removed a checkpoint
+            shutil.rmtree(left)
         staged.mkdir(parents=True)
     accelerator.wait_for_everyone()
     try:
         accelerator.save_state(str(staged), safe_serialization=True)
         if accelerator.is_main_process:
-            write_json(staged / STATE, {"progress": progress.__dict__, "recipe": to_dict(config)})
+            record = {
+                "progress": asdict(progress),
+                "step_batches": step_batches,
+                "engine": engine(accelerator),
+                "processes": accelerator.num_processes,
+                "recipe": to_dict(config),
+            }
+            write_json(staged / STATE, record)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            _remove(folder)
         os.replace(staged, folder)
         # By age and not by step: a run that began afresh in a used folder has the newest checkpoints, not the highest.
         for old in whole_checkpoints(output)[: -max(config.keep_checkpoints, 1)]:
-            shutil.rmtree(old)
+            _remove(old)
+    accelerator.wait_for_everyone()
 
 
-def load_state(accelerator: Accelerator, folder: Path, config: RunConfig) -> Progress:
-    """Continue from a checkpoint; returns where it stood.
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint; killed on the way, it leaves nothing that looks like one."""
+    hidden = folder.with_name(f".{folder.name}.old")
+    os.replace(folder, hidden)
+    shutil.rmtree(hidden)
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    return record
+
+
+def batches_per_step(checkpoint: Path | None, fresh: int, processes: int) -> int:
+    """Batches of a step over all processes: those of the run that is continued, or ``fresh`` of a new one.
 
     Raises:
-        ConfigError: if it was written under settings that would make the continuation another run.
+        ConfigError: if the processes cannot share them.
     """
-    saved = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    batches = fresh if checkpoint is None else int(_record(checkpoint)["step_batches"])
+    if batches % processes:
+        fitting = [str(count) for count in range(1, batches + 1) if batches % count == 0]
+        raise ConfigError(
+            f"{checkpoint} is of a run with {batches} batches a step, which {processes} processes cannot share evenly. "
+            f"Continue it with {' or '.join(fitting)}, or pass resume=none or another output to start afresh."
+        )
+    return batches
+
+
+def check_resumable(accelerator: Accelerator, folder: Path, config: RunConfig) -> None:
+    """Refuse a checkpoint that this launch would continue as another run, or cannot read.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    saved = _record(folder)
     ours = json.loads(json.dumps(to_dict(config)))
     for key in RESUME_KEYS:
         if (theirs := saved["recipe"][key]) != ours[key]:
@@ -82,8 +122,20 @@ def load_state(accelerator: Accelerator, folder: Path, config: RunConfig) -> Pro
                 f"{folder} was written with other settings ({', '.join(f'{key}.{name}' for name in changed)}); "
                 "set them back to continue it, or pass resume=none or another output to start afresh."
             )
+    current, processes = engine(accelerator), accelerator.num_processes
+    if saved["engine"] != current or (current.startswith("DeepSpeed") and saved["processes"] != processes):
+        raise ConfigError(
+            f"{folder} was written by {saved['processes']} processes under {saved['engine']}; found {processes} under "
+            f"{current}. Only replicated heads and FSDP2 can be continued with another number of processes, and none "
+            "by another engine."
+        )
+
+
+def load_state(accelerator: Accelerator, folder: Path) -> Progress:
+    """Continue from a checkpoint; returns where it stood."""
     accelerator.load_state(str(folder))
-    return Progress(**saved["progress"])
+    accelerator.step = 0  # of an accumulation; a checkpoint is written between two, but theirs may be of other length
+    return Progress(**_record(folder)["progress"])
 
 
 def whole_checkpoints(output: Path) -> list[Path]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,10 +15,11 @@ from mtp.heads import Head, TrainingBatch
 from mtp.model import SpeculativeModel
 from mtp.stats import AcceptanceStats
 from mtp.target import Target
-from train.calibrate import Watching
+from train.calibrate import Reliability, Watching
 from train.data import Row
 from train.generation import left_padded
 from train.losses import soft_cross_entropy
+from train.processes import ALONE, Share
 
 RANKS = 10
 
@@ -36,35 +39,85 @@ def teacher_probs(head: Head, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
     return logits.float().softmax(-1), place
 
 
+@dataclass
+class HeldOutCounts:
+    """What is counted over held-out rows, for each unrolled step; sums, so that counts of several parts can be added.
+
+    Attributes:
+        loss: ``[steps]`` float64, summed over positions.
+        hits: ``[steps, RANKS]`` how often the token was the guess of each rank.
+        positions: ``[steps]``.
+        outside: tokens at step 0 that are not in the draft vocabulary.
+    """
+
+    loss: Tensor
+    hits: Tensor
+    positions: Tensor
+    outside: int = 0
+
+    @classmethod
+    def zero(cls, steps: int) -> Self:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64)
+
+        return cls(zeros(steps), zeros(steps, RANKS), zeros(steps))
+
+    def add(self, other: HeldOutCounts) -> None:
+        """Take in the counts of other rows."""
+        self.loss += other.loss
+        self.hits += other.hits
+        self.positions += other.positions
+        self.outside += other.outside
+
+    def to_dict(self) -> dict[str, Any]:
+        total = self.positions.clamp_min(1)
+        return {
+            "loss": [round(value, 4) for value in (self.loss / total).tolist()],
+            "accuracy": [round(value, 4) for value in (self.hits[:, 0] / total).tolist()],
+            "rank_accuracy": [[round(value, 5) for value in step] for step in (self.hits / total[:, None]).tolist()],
+            "outside_draft_vocabulary": round(self.outside / float(total[0]), 4),
+            "positions": int(self.positions[0]),
+        }
+
+
 @torch.no_grad()
-def held_out_metrics(head: Head, batches: Iterable[TrainingBatch], steps: int) -> dict[str, Any]:
+def count_held_out(head: Head, batch: TrainingBatch, steps: int) -> HeldOutCounts:
+    """Losses and hits of one batch.  A token outside the draft vocabulary counts as missed: it is never accepted."""
+    counts = HeldOutCounts.zero(steps)
+    probs, place = teacher_probs(head, batch)
+    for step, prediction in enumerate(head.unroll(batch, steps)):
+        labels = batch.states.tokens[prediction.rows, prediction.positions + 1]
+        teacher = probs[place[prediction.rows, prediction.positions]]
+        counts.loss[step] = soft_cross_entropy(prediction.logits, teacher).sum().double().cpu()
+        ranked = head.draft_ids[prediction.logits.topk(min(RANKS, prediction.logits.shape[1])).indices]
+        counts.hits[step, : ranked.shape[1]] = (ranked == labels[:, None]).sum(0).double().cpu()
+        counts.positions[step] = len(labels)
+        if step == 0:
+            counts.outside = int((~torch.isin(labels, head.draft_ids)).sum())
+    return counts
+
+
+def held_out_metrics(head: Head, batches: Iterable[TrainingBatch], steps: int, share: Share = ALONE) -> dict[str, Any]:
     """Per unrolled step: loss, and how often the token was the guess of each rank.
 
-    A token outside the draft vocabulary counts as missed: it can never be accepted.
+    Args:
+        batches: those of this process.
+        share: how many processes there are; the numbers are those of all, added up batch by batch.
     """
-    loss = torch.zeros(steps, dtype=torch.float64)
-    hits = torch.zeros(steps, RANKS, dtype=torch.float64)
-    counts = torch.zeros(steps, dtype=torch.float64)
-    outside = 0
-    for batch in batches:
-        probs, place = teacher_probs(head, batch)
-        for step, prediction in enumerate(head.unroll(batch, steps)):
-            labels = batch.states.tokens[prediction.rows, prediction.positions + 1]
-            teacher = probs[place[prediction.rows, prediction.positions]]
-            loss[step] += soft_cross_entropy(prediction.logits, teacher).sum().double().cpu()
-            ranked = head.draft_ids[prediction.logits.topk(min(RANKS, prediction.logits.shape[1])).indices]
-            hits[step, : ranked.shape[1]] += (ranked == labels[:, None]).sum(0).double().cpu()
-            counts[step] += len(labels)
-            if step == 0:
-                outside += int((~torch.isin(labels, head.draft_ids)).sum())
-    total = counts.clamp_min(1)
-    return {
-        "loss": [round(value, 4) for value in (loss / total).tolist()],
-        "accuracy": [round(value, 4) for value in (hits[:, 0] / total).tolist()],
-        "rank_accuracy": [[round(value, 5) for value in step] for step in (hits / total[:, None]).tolist()],
-        "outside_draft_vocabulary": round(outside / float(total[0]), 4),
-        "positions": int(counts[0]),
-    }
+    parts = share.gather([count_held_out(head, batch, steps) for batch in batches])
+    total = HeldOutCounts.zero(steps)
+    for part in parts:
+        total.add(part)
+    return total.to_dict()
+
+
+@dataclass
+class DecodedChunk:
+    """What the decoder counted on some rows of one category."""
+
+    category: str
+    stats: AcceptanceStats
+    reliability: Reliability
 
 
 def decode_acceptance(
@@ -76,45 +129,62 @@ def decode_acceptance(
     batch_size: int,
     nodes: int | None = None,
     progress: bool = True,
+    share: Share = ALONE,
 ) -> dict[str, Any]:
     """Mean accepted length, greedy, of the real decoder on the prompts of ``rows``, by category and over all.
 
     Also how far the head's confidences could be believed there (``calibration``).
+
+    Args:
+        share: which part of ``rows`` this process decodes; the numbers are those of all processes, and the same
+            for any number of them.
     """
     model = SpeculativeModel(target, head)
-    planner = Watching(nodes or model.default_nodes)
+    nodes = nodes or model.default_nodes
     if target.max_positions is not None:
         rows = [row for row in rows if len(row.prompt_ids) + max_new_tokens <= target.max_positions]
-    total = AcceptanceStats()
-    categories: dict[str, AcceptanceStats] = {}
-    # Rows of one category share a batch, so that the counters of a batch belong to one category.
-    order = sorted(range(len(rows)), key=lambda index: (rows[index].category, len(rows[index].prompt_ids)))
-    with tqdm(total=len(rows), desc="acceptance", unit="row", disable=not progress, leave=False) as bar:
-        for category in sorted({row.category for row in rows}):
-            members = [index for index in order if rows[index].category == category]
-            for start in range(0, len(members), batch_size):
-                chunk = [rows[index].prompt_ids for index in members[start : start + batch_size]]
-                tokens, mask = left_padded(chunk, target.device)
-                output = model.generate(
-                    tokens,
-                    attention_mask=mask,
-                    do_sample=False,
-                    repetition_penalty=1.0,  # answers are distilled without the target's own penalties
-                    no_repeat_ngram_size=0,
-                    max_new_tokens=max_new_tokens,
-                    planner=planner,
-                    pad_token_id=0,
-                    return_dict_in_generate=True,
-                )
-                total.add(output.acceptance)
-                categories.setdefault(category, AcceptanceStats()).add(output.acceptance)
-                bar.update(len(chunk))
-                bar.set_postfix(tau=f"{total.mean_accepted_length:.2f}")
+    ours = share.of(chunks_by_category(rows, batch_size))
+    counted = []
+    with tqdm(
+        total=sum(map(len, ours)), desc="acceptance", unit="row", disable=not progress or share.index > 0, leave=False
+    ) as bar:
+        for chunk in ours:
+            counted.append(_decode(model, chunk, max_new_tokens, nodes))
+            bar.update(len(chunk))
+    total, categories, reliability = AcceptanceStats(), dict[str, AcceptanceStats](), Reliability()
+    for chunk in share.gather(counted):
+        total.add(chunk.stats)
+        categories.setdefault(chunk.category, AcceptanceStats()).add(chunk.stats)
+        reliability.add_all(chunk.reliability)
     return {
         **total.to_dict(),
-        "categories": {name: stats.to_dict() for name, stats in categories.items()},
-        "calibration": {"curves": planner.reliability.fit(), "reliability": planner.reliability.table()},
-        "nodes": planner.nodes,
+        "categories": {name: categories[name].to_dict() for name in sorted(categories)},
+        "calibration": {"curves": reliability.fit(), "reliability": reliability.table()},
+        "nodes": nodes,
         "data": f"{len(rows)} held-out prompts",
-        "settings": f"greedy, {max_new_tokens} new tokens, trees of {planner.nodes} nodes",
+        "settings": f"greedy, {max_new_tokens} new tokens, trees of {nodes} nodes",
     }
+
+
+def chunks_by_category(rows: Sequence[Row], size: int) -> list[list[Row]]:
+    """Rows in groups of at most ``size``, of one category and like length: counters of a batch are of one category."""
+    ordered = sorted(rows, key=lambda row: (row.category, len(row.prompt_ids)))
+    members = [list(group) for _, group in groupby(ordered, key=lambda row: row.category)]
+    return [rows[start : start + size] for rows in members for start in range(0, len(rows), size)]
+
+
+def _decode(model: SpeculativeModel, rows: Sequence[Row], max_new_tokens: int, nodes: int) -> DecodedChunk:
+    planner = Watching(nodes)
+    tokens, mask = left_padded([row.prompt_ids for row in rows], model.target.device)
+    output = model.generate(
+        tokens,
+        attention_mask=mask,
+        do_sample=False,
+        repetition_penalty=1.0,  # answers are distilled without the target's own penalties
+        no_repeat_ngram_size=0,
+        max_new_tokens=max_new_tokens,
+        planner=planner,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+    )
+    return DecodedChunk(rows[0].category, output.acceptance, planner.reliability)

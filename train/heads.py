@@ -25,6 +25,7 @@ from train.config import ConfigError, RunConfig, load_config, to_dict
 from train.data import DataError, Row, draft_vocabulary, load_rows, split_rows
 from train.features import CachedFeatures, FeatureSource, OnlineFeatures, resolve_dtype
 from train.loop import Trainer, flatten, seed_everything
+from train.processes import make_accelerator
 from train.target import load_target, load_tokenizer
 
 logger = logging.getLogger("train.heads")
@@ -104,12 +105,7 @@ def feature_sources(
 
 def build_trainer(config: RunConfig) -> Trainer:
     """Everything a run needs, from a recipe."""
-    accelerator = Accelerator(
-        gradient_accumulation_steps=config.optim.accumulate,
-        mixed_precision=config.mixed_precision,
-        log_with=list(config.report_to) or None,
-        project_dir=config.output,
-    )
+    accelerator = make_accelerator(config)
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.WARNING)
     target = load_target(config.target, accelerator.device)

@@ -7,7 +7,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,14 @@ from tqdm import tqdm
 from mtp.checkpoint import save_checkpoint
 from mtp.heads import Head, TrainingBatch
 from mtp.target import Target
-from train.checkpoints import Progress, find_checkpoint, load_state, save_state
+from train.batches import BatchOrder, trained_positions, training_batch
+from train.checkpoints import Progress, batches_per_step, check_resumable, find_checkpoint, load_state, save_state
 from train.config import RunConfig, to_dict
 from train.data import DataError, length_batches
 from train.evaluate import decode_acceptance, held_out_metrics, teacher_probs
 from train.features import FeatureSource
 from train.losses import soft_cross_entropy
+from train.processes import Share, copy_weights, engine, prepare_engine, trained_copy
 
 logger = logging.getLogger(__name__)
 
@@ -58,29 +60,35 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.output = Path(self.config.output)
-        self.batches_per_epoch = len(self._epoch_batches(0))
-        self.total_steps = max(1, self.config.optim.epochs * self.batches_per_epoch // self.config.optim.accumulate)
-        self.module, self.optimizer, self.scheduler = self._prepare()
+        optim, world = self.config.optim, self.accelerator.num_processes
+        self.checkpoint = find_checkpoint(self.output, self.config.resume)
+        #: Batches of an optimiser step, over all processes: a run keeps it wherever it is continued.
+        self.step_batches = batches_per_step(self.checkpoint, optim.accumulate * world, world)
+        self.order = BatchOrder(self.train.rows, optim.batch_positions, optim.epochs, optim.seed)
+        batches = self.order.count()
+        self.total_steps = batches // self.step_batches
+        if self.total_steps == 0:
+            raise DataError(
+                f"{len(self.train.rows)} training rows make {batches} batches, but a step takes {self.step_batches} "
+                f"({world} processes); use more rows, or a smaller optim.batch_positions or optim.accumulate."
+            )
+        self.share = Share(self.accelerator.process_index, world)
 
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         """Train to the end of the recipe (or to an interrupt) and return the last evaluation."""
-        self._resume()
-        if self.progress.step == 0 and self.config.head.warm_start_positions > 0:
-            self._warm_start()
+        self.begin()
         with self._interruptible(), self._bar() as bar:
-            for batch in self._remaining_batches():
+            for batches in self.order.steps(self.step_batches, self.progress.step):
                 started = time.perf_counter()
-                metrics = self._step(batch)
+                metrics = self._step(batches)
                 self.progress.seconds += time.perf_counter() - started
-                if metrics is None:  # a batch of an unfinished accumulation
-                    continue
                 bar.update()
                 bar.set_postfix(loss=f"{metrics['loss']:.3f}", acc=f"{metrics['accuracy'][0]:.3f}")
                 if self.progress.step % self.config.log_every == 0:
                     self._log({"event": "step", **metrics})
-                if self._stop_is_agreed():
+                if self._stop_agreed:
                     self._save_state()
                     self._say(
                         f"Interrupted: checkpoint at step {self.progress.step} written; the same command resumes."
@@ -95,74 +103,68 @@ class Trainer:
         self._export("last", result)
         return result
 
-    def _step(self, batch: TrainingBatch) -> dict[str, Any] | None:
-        """One forward and backward pass, and an optimiser step when enough batches came together."""
-        with self.accelerator.accumulate(self.module):
-            loss, metrics = self._loss(batch)
-            self.accelerator.backward(loss)
-            norm = None
-            if self.accelerator.sync_gradients:
-                norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.config.optim.clip_norm)
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
-        self.progress.positions += metrics["positions"] * self.accelerator.num_processes
-        if not self.accelerator.sync_gradients:
-            return None
+    def _step(self, batches: list[list[int]]) -> dict[str, Any]:
+        """One step of the optimiser on ``batches`` (of all processes); returns the metrics of all of them."""
+        counts = trained_positions([self.train.rows[i] for batch in batches for i in batch], self.config.head.steps)
+        first = self.progress.step * self.step_batches
+        sums = torch.zeros(2, self.config.head.steps, device=self.accelerator.device)
+        for number, batch in self.share.of(list(enumerate(batches, start=first))):
+            # What a head draws belongs to the batch, and not to the process or to what was computed before.
+            seed_everything(int(np.random.SeedSequence([self.config.optim.seed, number]).generate_state(1)[0]))
+            with self.accelerator.accumulate(self.module):
+                loss, added = self._loss(training_batch(self.train, batch), counts)
+                sums += added
+                self.accelerator.backward(loss)
+                norm = None
+                if self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.config.optim.clip_norm)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
         self.progress.step += 1
-        metrics["gradient_norm"] = round(float(norm), 4) if norm is not None else None
-        metrics["lr"] = self.scheduler.get_last_lr()[0]
-        return metrics
+        self.progress.positions += int(counts[0])
+        loss, hits = self._sum_over_processes(sums)
+        per_step = (loss / counts.clamp_min(1)).tolist()
+        return {
+            "loss": round(weighted_mean(per_step, self.config.optim.step_weight), 4),
+            "step_loss": [round(value, 4) for value in per_step],
+            "accuracy": [round(value, 4) for value in (hits / counts.clamp_min(1)).tolist()],
+            "positions": int(counts[0]),
+            "gradient_norm": None if norm is None else round(float(norm), 4),
+            "lr": self.scheduler.get_last_lr()[0],
+        }
 
-    def _loss(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, Any]]:
-        """Soft cross-entropy of all steps, each the mean over its trained positions in all processes."""
+    def _loss(self, batch: TrainingBatch, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Soft cross-entropy of all unrolled steps, each the mean over its trained positions in the whole step.
+
+        Args:
+            batch: one of the step's batches.
+            counts: ``[steps]`` trained positions in all batches of the step, in all processes.  A mean a batch would
+                weigh the tokens of a batch with few of them more.
+
+        Returns:
+            The loss, and ``[2, steps]`` sums over the batch of each unrolled step's losses and right guesses.
+        """
         probs, place = teacher_probs(self.head, batch)
         with self.accelerator.autocast():
             predictions = self.module(batch, self.config.head.steps)
-        losses, accuracy = [], []
+        losses, hits = [], []
         for prediction in predictions:
             teacher = probs[place[prediction.rows, prediction.positions]]
-            count = torch.tensor(float(max(len(prediction.rows), 1)), device=probs.device)
-            count = self.accelerator.reduce(count, "mean")
-            losses.append(soft_cross_entropy(prediction.logits, teacher).sum() / count)
-            with torch.no_grad():
-                labels = batch.states.tokens[prediction.rows, prediction.positions + 1]
-                right = self.head.draft_ids[prediction.logits.argmax(-1)] == labels
-                accuracy.append(round(right.float().mean().item(), 4) if len(labels) else 0.0)
-        weights = [self.config.optim.step_weight**step for step in range(len(losses))]
-        total = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
-        assert isinstance(total, Tensor)
-        metrics = {
-            "loss": round(total.item(), 4),
-            "step_loss": [round(loss.item(), 4) for loss in losses],
-            "accuracy": accuracy,
-            "positions": len(predictions[0].rows),
-        }
-        return total, metrics
+            losses.append(soft_cross_entropy(prediction.logits, teacher).sum())
+            labels = batch.states.tokens[prediction.rows, prediction.positions + 1]
+            hits.append((self.head.draft_ids[prediction.logits.detach().argmax(-1)] == labels).sum())
+        means = [loss / max(count, 1) for loss, count in zip(losses, counts.tolist(), strict=True)]
+        # Gradients are averaged over the batches of a process and over processes, but the means are sums already.
+        total = self.step_batches * weighted_mean(means, self.config.optim.step_weight)
+        return total, torch.stack([torch.stack(losses).detach(), torch.stack(hits)])
 
-    # ---- data -----------------------------------------------------------------------------------------------------
-
-    def _epoch_batches(self, epoch: int) -> list[list[int]]:
-        """This process's batches of row indices for one pass; the same for the same seed, epoch and process."""
-        generator = np.random.default_rng([self.config.optim.seed, epoch])
-        lengths = [len(row) for row in self.train.rows]
-        batches = length_batches(lengths, self.config.optim.batch_positions, generator)
-        world = self.accelerator.num_processes
-        usable = len(batches) // world * world
-        if usable == 0:
-            raise DataError(
-                f"{len(lengths)} training rows make {len(batches)} batches, fewer than the {world} processes; use more "
-                "rows or a smaller optim.batch_positions."
-            )
-        return batches[:usable][self.accelerator.process_index :: world]
-
-    def _remaining_batches(self) -> Iterator[TrainingBatch]:
-        while self.progress.epoch < self.config.optim.epochs:
-            for rows in self._epoch_batches(self.progress.epoch)[self.progress.batch :]:
-                self.progress.batch += 1
-                yield training_batch(self.train, rows)
-            self.progress.epoch += 1
-            self.progress.batch = 0
+    def _sum_over_processes(self, sums: Tensor) -> Tensor:
+        """``[2, steps]`` of all processes; on the same occasion they agree whether any of them was asked to stop."""
+        asked = sums.new_full((1,), float(self._stop_requested))
+        total = self.accelerator.reduce(torch.cat([sums.flatten(), asked]), "sum").cpu()
+        self._stop_agreed = bool(total[-1] > 0)
+        return total[:-1].view_as(sums)
 
     def _warm_start(self) -> None:
         """Least-squares start on the first batches; every process does the same, so all agree."""
@@ -184,36 +186,38 @@ class Trainer:
     # ---- evaluation and checkpoints -------------------------------------------------------------------------------
 
     def _evaluate(self) -> dict[str, Any]:
-        """Losses and decoded acceptance on held-out rows; the best head so far is kept in ``output/best``."""
-        result: dict[str, Any] = {}
-        if self.accelerator.is_main_process:
-            self.head.eval()
-            rows = list(range(len(self.held_out.rows)))
-            lengths = [len(row) for row in self.held_out.rows]
-            batches = length_batches(lengths, self.config.optim.batch_positions, generator=None)
-            metrics = held_out_metrics(
-                self.head, (training_batch(self.held_out, batch) for batch in batches), self.config.head.steps
-            )
-            self.head.set_rank_accuracy(tuple(tuple(step) for step in metrics["rank_accuracy"]))
-            self.head.set_calibration(())  # what is measured now is the head's own confidence
-            acceptance = decode_acceptance(
-                self.target,
-                self.head,
-                [self.held_out.rows[index] for index in rows[: self.config.eval.rows]],
-                max_new_tokens=self.config.eval.max_new_tokens,
-                batch_size=self.config.eval.batch_size,
-            )
-            self.head.set_calibration(tuple(tuple(curve) for curve in acceptance["calibration"]["curves"]))
-            result = {**acceptance, "held_out": metrics, "step": self.progress.step}
-            self._log({"event": "evaluation", **result})
-            self._say(
-                f"step {self.progress.step}: mean accepted length {acceptance['mean_accepted_length']:.3f} on "
-                f"{acceptance['data']}, held-out loss {metrics['loss']}, accuracy {metrics['accuracy']}"
-            )
-            if acceptance["mean_accepted_length"] >= self.progress.best:
-                self.progress.best = acceptance["mean_accepted_length"]
-                self._export("best", result)
-            self.head.train()
+        """Losses and decoded acceptance on held-out rows, which the processes share; the numbers are those of all.
+
+        The best head so far is kept in ``output/best``.
+        """
+        copy_weights(self.accelerator.unwrap_model(self.module), self.head)
+        self.head.eval()
+        lengths = [len(row) for row in self.held_out.rows]
+        batches = self.share.of(length_batches(lengths, self.config.optim.batch_positions, generator=None))
+        metrics = held_out_metrics(
+            self.head, (training_batch(self.held_out, batch) for batch in batches), self.config.head.steps, self.share
+        )
+        self.head.set_rank_accuracy(tuple(tuple(step) for step in metrics["rank_accuracy"]))
+        self.head.set_calibration(())  # what is measured now is the head's own confidence
+        acceptance = decode_acceptance(
+            self.target,
+            self.head,
+            self.held_out.rows[: self.config.eval.rows],
+            max_new_tokens=self.config.eval.max_new_tokens,
+            batch_size=self.config.eval.batch_size,
+            share=self.share,
+        )
+        self.head.set_calibration(tuple(tuple(curve) for curve in acceptance["calibration"]["curves"]))
+        self.head.train()
+        result = {**acceptance, "held_out": metrics, "step": self.progress.step}
+        self._log({"event": "evaluation", **result})
+        self._say(
+            f"step {self.progress.step}: mean accepted length {acceptance['mean_accepted_length']:.3f} on "
+            f"{acceptance['data']}, held-out loss {metrics['loss']}, accuracy {metrics['accuracy']}"
+        )
+        if acceptance["mean_accepted_length"] >= self.progress.best:
+            self.progress.best = acceptance["mean_accepted_length"]
+            self._export("best", result)
         self.accelerator.wait_for_everyone()
         return result
 
@@ -236,26 +240,36 @@ class Trainer:
 
     def _save_state(self) -> None:
         """Write everything a resumed run needs, and drop the oldest checkpoints."""
-        save_state(self.accelerator, self.output, self.progress, self.config)
-
-    def _resume(self) -> None:
-        folder = find_checkpoint(self.output, self.config.resume)
-        if folder is not None:
-            self.progress = load_state(self.accelerator, folder, self.config)
-            self._say(f"resuming from {folder}, step {self.progress.step} of {self.total_steps}")
+        save_state(self.accelerator, self.output, self.progress, self.config, self.step_batches)
 
     # ---- set-up and reporting -------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Hand the head to the engine, at the newest checkpoint or freshly started."""
+        if self.checkpoint is not None:
+            check_resumable(self.accelerator, self.checkpoint, self.config)
+        elif self.config.head.warm_start_positions > 0:
+            self._warm_start()  # first: some engines take a copy of the weights when they are handed them
+        self.module, self.optimizer, self.scheduler = self._prepare()
+        if self.checkpoint is not None:
+            self.progress = load_state(self.accelerator, self.checkpoint)
+            self._say(f"resuming from {self.checkpoint}, step {self.progress.step} of {self.total_steps}")
+        world, each = self.accelerator.num_processes, self.accelerator.gradient_accumulation_steps
+        self._say(
+            f"{engine(self.accelerator)}, {world} x {self.accelerator.device.type}: {self.total_steps} steps of {each} "
+            f"batch{'es' if each > 1 else ''} in each process"
+        )
+
     def _prepare(self) -> tuple[Any, Any, Any]:
         optim = self.config.optim
+        prepare_engine(self.accelerator, self.step_batches // self.accelerator.num_processes, optim.clip_norm)
+        trained = trained_copy(self.accelerator, self.head)
         optimizer = torch.optim.AdamW(
-            self.head.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay
+            trained.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay
         )
-        # accelerate steps a prepared scheduler once a process, so that its length is in steps of all of them.
-        world = self.accelerator.num_processes
-        schedule = warmup_cosine(self.total_steps * world, round(self.total_steps * world * optim.warmup))
+        schedule = warmup_cosine(self.total_steps, round(self.total_steps * optim.warmup))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-        return self.accelerator.prepare(self.head, optimizer, scheduler)
+        return self.accelerator.prepare(trained, optimizer, scheduler)
 
     def _bar(self) -> tqdm[Any]:
         return tqdm(
@@ -265,13 +279,6 @@ class Trainer:
             unit="step",
             disable=not self.accelerator.is_main_process,
         )
-
-    def _stop_is_agreed(self) -> bool:
-        """Whether any process was asked to stop: all of them have to, at the same step."""
-        if self.accelerator.num_processes == 1:
-            return self._stop_requested
-        asked = torch.tensor(float(self._stop_requested), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(asked, "sum") > 0)
 
     def _interruptible(self) -> _Interrupts:
         def request() -> None:
@@ -312,12 +319,10 @@ class _Interrupts:
             signal.signal(number, handler)
 
 
-def training_batch(features: FeatureSource, indices: Sequence[int]) -> TrainingBatch:
-    """Rows ``indices`` with their states; exactly the response tokens are marked for training."""
-    states = features.batch(indices)
-    position = torch.arange(states.tokens.shape[1], device=states.tokens.device)
-    starts = torch.tensor([len(features.rows[i].prompt_ids) for i in indices], device=states.tokens.device)
-    return TrainingBatch(states, (position >= starts[:, None]) & states.valid)
+def weighted_mean(values: Sequence[Any], weight: float) -> Any:
+    """Mean of one value (a number or a tensor) an unrolled step, of which step i counts ``weight ** i``."""
+    weights = [weight**step for step in range(len(values))]
+    return sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
 
 
 def warmup_cosine(total: int, warmup: int, floor: float = 0.1) -> Callable[[int], float]:

@@ -18,10 +18,10 @@ import mtp
 from mtp.heads import HEADS
 from mtp.model import SpeculativeModel
 from mtp.target import Target
+from train.batches import training_batch
 from train.data import Row
 from train.features import OnlineFeatures
 from train.generation import left_padded
-from train.loop import training_batch
 
 pytestmark = pytest.mark.real_model
 
