@@ -7,26 +7,30 @@ Everything is set in the recipe (train/config.py documents each key) or by ``key
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from mtp.fingerprint import fingerprint_mismatch
-from mtp.heads import head_class
+from mtp.heads import Head, head_class
 from mtp.support import UnsupportedTargetError
 from mtp.target import Target
-from train.config import ConfigError, RunConfig, load_config, to_dict
+from train.config import ConfigError, HeadSection, RunConfig, load_config, to_dict
 from train.data import DataError, Row, draft_vocabulary, load_rows, split_rows
 from train.features import CachedFeatures, FeatureSource, OnlineFeatures, resolve_dtype
+from train.joint import JointTrainer, UnadaptedFeatures, check_adapter
 from train.loop import Trainer, flatten, seed_everything
 from train.processes import make_accelerator
-from train.target import load_target, load_tokenizer
+from train.target import load_target, load_tokenizer, with_lora
 
 logger = logging.getLogger("train.heads")
 
@@ -94,7 +98,8 @@ def feature_sources(
     """Where states come from, for training and held-out rows; a cache is complete when this returns."""
     dtype = resolve_dtype(config.features.dtype, target)
     if config.features.mode == "online":
-        return OnlineFeatures(target, train, taps, dtype), OnlineFeatures(target, held_out, taps, dtype)
+        source = UnadaptedFeatures if config.target.adapter.rank > 0 else OnlineFeatures
+        return source(target, train, taps, dtype), OnlineFeatures(target, held_out, taps, dtype)
     root = config.features.folder or str(Path(config.output) / "features")
     sources = tuple(CachedFeatures(target, rows, taps, root, dtype) for rows in (train, held_out))
     for source in sources:
@@ -103,18 +108,40 @@ def feature_sources(
     return sources[0], sources[1]
 
 
+def fresh_head(section: HeadSection, target: Target, draft_ids: Tensor) -> Head:
+    """The head that a recipe asks for, with random weights.
+
+    Raises:
+        ConfigError: if there is no such head, or not on this target.
+    """
+    try:
+        family = head_class(section.family)
+    except ValueError as error:
+        raise ConfigError(f"head.family: {error}") from error
+    known = {item.name for item in fields(family.config_class)}
+    if unknown := sorted(set(section.sizes) - known):
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}."
+        raise ConfigError(f"head.sizes: a {section.family} head has no {unknown[0]!r}; {hint}")
+    try:
+        return family.from_target(target, draft_ids, steps=section.steps, nodes=section.nodes, **section.sizes)
+    except ValueError as error:
+        raise ConfigError(f"head: {error}") from error
+
+
 def build_trainer(config: RunConfig) -> Trainer:
     """Everything a run needs, from a recipe."""
     accelerator = make_accelerator(config)
+    check_adapter(config, accelerator)
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.WARNING)
     target = load_target(config.target, accelerator.device)
     train, held_out = usable_rows(config, target)
+    if config.target.adapter.rank > 0:
+        target = with_lora(target, config.target.adapter)
     seed_everything(config.optim.seed)
     draft_ids = draft_vocabulary(train, config.head.draft_vocab_size, target.vocab_size, target.eos_token_ids)
-    head = head_class(config.head.family).from_target(
-        target, draft_ids.to(target.device), steps=config.head.steps, nodes=config.head.nodes, **config.head.sizes
-    )
+    head = fresh_head(config.head, target, draft_ids.to(target.device))
     sources = feature_sources(config, accelerator, target, train, held_out, head.taps)
     positions = sum(len(row.response_ids) for row in train)
     logger.info(
@@ -128,7 +155,8 @@ def build_trainer(config: RunConfig) -> Trainer:
     if config.report_to:
         accelerator.init_trackers("mtp", config=flatten(to_dict(config)))
     tokenizer = load_tokenizer(config.target)
-    return Trainer(config, accelerator, target, head, sources[0], sources[1], tokenizer)
+    trainer = JointTrainer if config.target.adapter.rank > 0 else Trainer
+    return trainer(config, accelerator, target, head, sources[0], sources[1], tokenizer)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -119,7 +119,7 @@ class ResidualBlock(nn.Module):
 
     @torch.no_grad()
     def start_small(self) -> None:
-        """Weights that leave a warm start nearly as it is, yet let blocks on top of each other learn different things."""
+        """Leave a warm start nearly as it is, and yet let blocks on top of each other learn different things."""
         self.linear.weight.normal_(0, 0.1 * self.linear.in_features**-0.5)
         self.linear.bias.zero_()
 
