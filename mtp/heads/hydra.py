@@ -159,6 +159,15 @@ class HydraPlusConfig(HydraConfig, AutoregressiveConfig):
     layers: int = 4
 
 
+class PrefixLayer(DraftLayer):
+    """The layer over the committed text."""
+
+    def __init__(self, config: HydraPlusConfig):
+        width, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(width, width, config.num_heads, config.head_dim, config.intermediate_size, eps)
+        self.input_layernorm = nn.RMSNorm(width, eps=eps)
+
+
 class HydraPlusHead(CachingHead, HydraHead):
     """Hydra++: heads read ``prefix_norm(prefix_embedding_layer(h))`` in place of the final hidden states h."""
 
@@ -168,11 +177,8 @@ class HydraPlusHead(CachingHead, HydraHead):
 
     def __init__(self, config: HydraPlusConfig):
         super().__init__(config)
-        width, eps = config.hidden_size, config.rms_norm_eps
-        layer = DraftLayer(width, width, config.num_heads, config.head_dim, config.intermediate_size, eps)
-        layer.input_layernorm = nn.RMSNorm(width, eps=eps)
-        self.prefix_embedding_layer = layer
-        self.prefix_norm = nn.RMSNorm(width, eps=eps)
+        self.prefix_embedding_layer = PrefixLayer(config)
+        self.prefix_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_positions)
 
     @classmethod
