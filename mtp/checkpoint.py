@@ -4,6 +4,7 @@ config.json          the head's family and sizes; the target's name, revision an
 heads.safetensors    the head's weights, the draft vocabulary among them
 acceptance.json      what was measured, on what
 README.md            a model card written from those numbers
+adapter/             a target's PEFT adapter, where it has one: what the heads belong to is the target with it
 tokenizer, generation config; with ``bundle_target`` also ``target/``, the target itself
 """
 
@@ -27,6 +28,7 @@ from mtp.target import Target
 
 FORMAT = 1
 CONFIG, WEIGHTS, ACCEPTANCE, CARD = "config.json", "heads.safetensors", "acceptance.json", "README.md"
+ADAPTER = "adapter"
 
 
 class CheckpointError(ValueError):
@@ -40,6 +42,7 @@ class TargetReference:
     name_or_path: str
     revision: str | None
     fingerprint: str
+    adapted: bool = False  # whether a PEFT adapter belongs to it, which the checkpoint then holds
 
     @classmethod
     def of(cls, target: Target) -> TargetReference:
@@ -47,7 +50,8 @@ class TargetReference:
         name = getattr(model.config, "name_or_path", "") or getattr(model, "name_or_path", "")
         if Path(name).is_dir():  # the checkpoint may be loaded from another working directory
             name = str(Path(name).resolve())
-        return cls(name, getattr(model.config, "_commit_hash", None), target.fingerprint())
+        adapted = target.model is not model
+        return cls(name, getattr(model.config, "_commit_hash", None), target.fingerprint(), adapted)
 
 
 def save_checkpoint(
@@ -68,9 +72,17 @@ def save_checkpoint(
         training: the recipe, for the model card.
         bundle_target: include the target's weights.
         also: writes further files into the folder before it appears under its name.
+
+    Raises:
+        ValueError: if a target with an adapter is to be bundled.
     """
     folder = Path(folder)
     reference = TargetReference.of(head.target)
+    if bundle_target and reference.adapted:
+        raise ValueError(
+            "bundle_target: the target has a PEFT adapter on it, and the checkpoint holds that already. Leave "
+            "bundle_target off, or merge the adapter into the target first (merge_and_unload)."
+        )
     with whole_folder(folder) as staged:
         write_json(
             staged / CONFIG,
@@ -90,6 +102,8 @@ def save_checkpoint(
         if head.target.model.generation_config is not None:
             # As its owner has it: save_pretrained refuses what generate only warns about.
             write_json(staged / "generation_config.json", head.target.model.generation_config.to_diff_dict())
+        if reference.adapted:
+            head.target.model.save_pretrained(str(staged / ADAPTER), save_embedding_layers=False)
         if bundle_target:
             head.target.causal_lm.save_pretrained(staged / "target")
         if also is not None:
@@ -136,7 +150,8 @@ def load_head(folder: str | Path, target: Target, *, check_fingerprint: bool = T
     if check_fingerprint and (difference := fingerprint_mismatch(found, expected)) is not None:
         raise CheckpointError(
             f"{folder} was trained on {config['target']['name_or_path']} (fingerprint {expected}); the target at hand "
-            f"has fingerprint {found}: its {difference} differ. Load the target that the checkpoint names."
+            f"has fingerprint {found}: its {difference} differ. Load the target that the checkpoint names"
+            + (f", with the adapter in {folder / ADAPTER} on it." if config["target"].get("adapted") else ".")
         )
     sizes = dict(config["head"])
     try:
@@ -184,7 +199,24 @@ def load_target(
             f"The target {path!r} of {folder} cannot be loaded: {error}\n"
             "Pass the target yourself: mtp.load(folder, target=model_or_path)."
         ) from error
-    return Target(model)
+    return Target(_with_adapter(model, Path(folder) / ADAPTER) if reference.get("adapted") else model)
+
+
+def _with_adapter(model: Any, folder: Path) -> Any:
+    """``model`` with the PEFT adapter in ``folder`` on it."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise CheckpointError(
+            f"{folder.parent} belongs to a target with an adapter, which takes the package peft: "
+            "pip install 'mtp[peft]'."
+        ) from error
+    try:
+        return PeftModel.from_pretrained(model, str(folder))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"The adapter in {folder} cannot be loaded ({error}); copy the checkpoint again."
+        ) from error
 
 
 def load_tokenizer(folder: str | Path, target: Target, *, trust_remote_code: bool = False) -> Any:
@@ -193,6 +225,17 @@ def load_tokenizer(folder: str | Path, target: Target, *, trust_remote_code: boo
         return None
     # The folder's config.json is ours; Transformers is to look into the target's for the model type.
     return AutoTokenizer.from_pretrained(folder, config=target.causal_lm.config, trust_remote_code=trust_remote_code)
+
+
+def _what_is_exact(reference: TargetReference) -> str:
+    """Whose text the output is."""
+    whose = "the target's own."
+    if reference.adapted:
+        whose = (
+            f"that of the **adapted** target: {reference.name_or_path} with the adapter in `{ADAPTER}/` on it, not "
+            "what it says without."
+        )
+    return f"A drafter for exact speculative decoding: with an exact acceptance rule the output is {whose}"
 
 
 def model_card(head: Head, reference: TargetReference, acceptance: dict[str, Any], training: dict[str, Any]) -> str:
@@ -205,7 +248,7 @@ def model_card(head: Head, reference: TargetReference, acceptance: dict[str, Any
         "---",
         f"# {head.family} head for {reference.name_or_path}",
         "",
-        "A drafter for exact speculative decoding: with an exact acceptance rule the output is the target's own.",
+        _what_is_exact(reference),
         "",
         f"- family `{head.family}`, {head.num_trainable_parameters():,} parameters, {head.config.steps} steps, "
         f"draft vocabulary of {head.config.draft_vocab_size:,} of {head.config.vocab_size:,} tokens",

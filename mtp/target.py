@@ -214,16 +214,18 @@ class Target:
             taps=torch.cat(streams, dim=-1) if streams else None,
         )
 
-    @torch.no_grad()
-    def encode(self, ids: Tensor, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+    def encode(self, ids: Tensor, taps: Sequence[int] = (), *, gradient: bool = False) -> tuple[Tensor, Tensor | None]:
         """Hidden states ``[B, T, H]`` and taps of right-padded rows ``ids [B, T]``, without logits or a cache.
 
         Padding sits behind the real tokens, which under causal attention never see it.
+
+        Args:
+            gradient: let gradients flow to weights that ask for them (an adapter's).
         """
         lengths = torch.zeros(ids.shape[0], dtype=torch.long, device=ids.device)
         attention = AttentionPass.over_chain(ids.shape[1], lengths, start=0)
         self._packed.refresh()
-        with self._ours(attention, taps) as captured:
+        with torch.set_grad_enabled(gradient), self._ours(attention, taps) as captured:
             self.backbone(
                 input_ids=ids, position_ids=attention.positions, use_cache=False, **self._mask_argument(attention)
             )

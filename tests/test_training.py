@@ -237,6 +237,21 @@ def test_answers_with_foreign_token_ids_are_refused(workshop: Path, tmp_path: Pa
         train(workshop, tmp_path / "run", f"data.path={path}")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["head.family=hydra", "head.sizes={depth: 5}"], r"head: Trees of depth 5 need as many Hydra heads; .*steps=3"),
+        (["head.family=redrafter", "head.sizes={layer: 2}"], r"redrafter head has no 'layer'; did you mean layers\?"),
+        (["head.family=crystal"], r"head\.family: No head family 'crystal'"),
+    ],
+)
+def test_a_head_that_cannot_be_made_is_refused_before_training(
+    overrides: list[str], message: str, workshop: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(workshop, tmp_path / "run", *overrides)
+
+
 def test_errors_reach_the_user_as_one_line_and_not_as_a_traceback(workshop: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"error: No distilled data at"):
         program.main(recipe(workshop, tmp_path / "run", "data.path=/nowhere"))

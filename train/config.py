@@ -23,6 +23,29 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
+class AdapterConfig:
+    """LoRA on the target, trained together with the heads (Medusa-2).
+
+    What is exact then is the text of the adapted target.
+
+    Attributes:
+        rank: of the adapter; 0 leaves the target frozen.
+        alpha: its products count ``alpha / rank``.
+        modules: names of the linear layers that it is put on; empty for all but the output matrix.
+        lr: its peak learning rate.
+        heads_first: share of all steps in which only the heads are trained.
+        keep_weight: of the loss that keeps the target's own distribution, beside that of the heads.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    modules: tuple[str, ...] = ()
+    lr: float = 1e-4
+    heads_first: float = 0.2
+    keep_weight: float = 1.0
+
+
+@dataclass(frozen=True)
 class TargetConfig:
     """The frozen model.
 
@@ -37,6 +60,7 @@ class TargetConfig:
             where these are full (``device_map="auto"``).
         quantization: round the weights while they are loaded (bitsandbytes); null takes them as they are. A checkpoint
             that is quantised already needs no word here.
+        adapter: to be trained on top of it.
     """
 
     path: str = ""
@@ -45,6 +69,7 @@ class TargetConfig:
     trust_remote_code: bool = False
     placement: Literal["replicated", "sharded", "spread"] = "replicated"
     quantization: Literal["int8", "int4"] | None = None
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
 
 
 @dataclass(frozen=True)
@@ -86,7 +111,7 @@ class HeadSection:
     """What is trained.
 
     Attributes:
-        family: ``eagle3`` or ``medusa``.
+        family: one of ``mtp.available_heads()``.
         steps: unrolled steps, or heads.
         draft_vocab_size: most frequent tokens that the head can propose; null for the whole vocabulary.
         nodes: nodes of the trees it proposes by default.

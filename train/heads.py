@@ -24,9 +24,10 @@ from train.config import ConfigError, RunConfig, load_config, to_dict
 from train.data import DataError, Row, draft_vocabulary, load_rows, split_rows
 from train.features import CachedFeatures, FeatureSource, OnlineFeatures, resolve_dtype
 from train.fitting import make_head
+from train.joint import JointTrainer, UnadaptedFeatures, check_adapter
 from train.loop import Trainer, flatten, seed_everything
 from train.processes import make_accelerator
-from train.target import check_placement, load_target, load_tokenizer
+from train.target import check_placement, load_target, load_tokenizer, with_lora
 
 logger = logging.getLogger("train.heads")
 
@@ -94,7 +95,8 @@ def feature_sources(
     """Where states come from, for training and held-out rows; a cache is complete when this returns."""
     dtype = resolve_dtype(config.features.dtype, target)
     if config.features.mode == "online":
-        return OnlineFeatures(target, train, taps, dtype), OnlineFeatures(target, held_out, taps, dtype)
+        source = UnadaptedFeatures if config.target.adapter.rank > 0 else OnlineFeatures
+        return source(target, train, taps, dtype), OnlineFeatures(target, held_out, taps, dtype)
     root = config.features.folder or str(Path(config.output) / "features")
     sources = tuple(CachedFeatures(target, rows, taps, root, dtype) for rows in (train, held_out))
     for source in sources:
@@ -106,11 +108,14 @@ def feature_sources(
 def build_trainer(config: RunConfig) -> Trainer:
     """Everything a run needs, from a recipe."""
     accelerator = make_accelerator(config)
+    check_adapter(config, accelerator)
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.WARNING)
     check_placement(config, accelerator.num_processes)
     target = load_target(config.target, accelerator.device)
     train, held_out = usable_rows(config, target)
+    if config.target.adapter.rank > 0:
+        target = with_lora(target, config.target.adapter)
     seed_everything(config.optim.seed)
     draft_ids = draft_vocabulary(train, config.head.draft_vocab_size, target.vocab_size, target.eos_token_ids)
     head = make_head(config, target, draft_ids)
@@ -127,7 +132,8 @@ def build_trainer(config: RunConfig) -> Trainer:
     if config.report_to:
         accelerator.init_trackers("mtp", config=flatten(to_dict(config)))
     tokenizer = load_tokenizer(config.target)
-    return Trainer(config, accelerator, target, head, sources[0], sources[1], tokenizer)
+    trainer = JointTrainer if config.target.adapter.rank > 0 else Trainer
+    return trainer(config, accelerator, target, head, sources[0], sources[1], tokenizer)
 
 
 def main(arguments: list[str] | None = None) -> None:

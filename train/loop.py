@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from mtp.checkpoint import save_checkpoint
-from mtp.heads import Head, TrainingBatch
+from mtp.heads import Head, Prediction, TrainingBatch
 from mtp.target import Target
 from train.batches import BatchOrder, trained_positions, training_batch
 from train.checkpoints import Progress, batches_per_step, check_resumable, find_checkpoint, load_state, save_state
@@ -148,9 +148,17 @@ class Trainer:
         Returns:
             The loss, and ``[3, steps]`` sums over the batch of each unrolled step's losses, right guesses and guesses.
         """
-        batch = replace(batch, own_tokens=self.config.optim.own_tokens * self.progress.step / self.total_steps)
+        batch = self._on_own_tokens(batch)
         with self.accelerator.autocast():
             predictions = self.module(batch, self.config.head.steps)
+        return self._head_loss(batch, predictions, counts)
+
+    def _on_own_tokens(self, batch: TrainingBatch) -> TrainingBatch:
+        """The batch with the recipe's share of steps that follow the head's own guesses, which grows to its end."""
+        return replace(batch, own_tokens=self.config.optim.own_tokens * self.progress.step / self.total_steps)
+
+    def _head_loss(self, batch: TrainingBatch, predictions: list[Prediction], counts: Tensor) -> tuple[Tensor, Tensor]:
+        """``_loss`` of what the head predicted for ``batch``."""
         teacher = teacher_probs(self.head, batch)
         losses, hits = [], []
         for prediction in predictions:
@@ -195,7 +203,7 @@ class Trainer:
 
         The best head so far is kept in ``output/best``.
         """
-        copy_weights(self.accelerator.unwrap_model(self.module), self.head)
+        self._collect_weights()
         self.head.eval()
         # The processes of a sharded target run each pass together, so all of them do all of the work.
         share = ALONE if isinstance(self.target, ShardedTarget) else self.share
@@ -270,13 +278,28 @@ class Trainer:
     def _prepare(self) -> tuple[Any, Any, Any]:
         optim = self.config.optim
         prepare_engine(self.accelerator, self.step_batches // self.accelerator.num_processes, optim.clip_norm)
-        trained = trained_copy(self.accelerator, self.head)
+        trained = self._trained()
         optimizer = torch.optim.AdamW(
-            trained.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay
+            self._parameter_groups(trained), betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay
         )
-        schedule = warmup_cosine(self.total_steps, round(self.total_steps * optim.warmup))
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedules())
         return self.accelerator.prepare(trained, optimizer, scheduler)
+
+    def _trained(self) -> nn.Module:
+        """What the engine is handed."""
+        return trained_copy(self.accelerator, self.head)
+
+    def _collect_weights(self) -> None:
+        """Bring ``head`` up to date with what is trained; every process must call this."""
+        copy_weights(self.accelerator.unwrap_model(self.module), self.head)
+
+    def _parameter_groups(self, trained: nn.Module) -> list[dict[str, Any]]:
+        """What the optimiser is handed, with peak learning rates."""
+        return [{"params": list(trained.parameters()), "lr": self.config.optim.lr}]
+
+    def _schedules(self) -> list[Callable[[int], float]]:
+        """Of each group, the factor on its peak learning rate at a step."""
+        return [warmup_cosine(self.total_steps, round(self.total_steps * self.config.optim.warmup))]
 
     def _bar(self) -> tqdm[Any]:
         return tqdm(

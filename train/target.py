@@ -1,4 +1,7 @@
-"""Loading the frozen target for training and distillation, whole on a device or spread over several."""
+"""Loading the frozen target for training and distillation, whole on a device or spread over several.
+
+An adapter on top of it is what is not frozen.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from mtp.target import Target
-from train.config import ConfigError, RunConfig, TargetConfig
+from train.config import AdapterConfig, ConfigError, RunConfig, TargetConfig
 
 
 class ShardedTarget(Target):
@@ -92,6 +95,41 @@ def check_placement(config: RunConfig, processes: int) -> None:
     }.items():
         if found:
             raise ConfigError(f"target.placement=sharded goes only with {wanted}.")
+
+
+def with_lora(target: Target, adapter: AdapterConfig) -> Target:
+    """``target`` with a fresh LoRA adapter on it, which changes nothing yet; the same in every process.
+
+    Raises:
+        ConfigError: if it cannot be put on this model, or heads could not read the model any more.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError(
+            f"target.adapter.rank={adapter.rank} trains an adapter, which takes the package peft: pip install "
+            "'mtp[peft]', or set target.adapter.rank=0."
+        ) from error
+    lora = LoraConfig(
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        target_modules=list(adapter.modules) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    model = target.causal_lm
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        try:
+            adapted = get_peft_model(model, lora)
+        except ValueError as error:
+            raise ConfigError(f"target.adapter.modules: {error}") from error
+    for name, layer in (("output", model.get_output_embeddings()), ("input", model.get_input_embeddings())):
+        if hasattr(layer, "base_layer"):
+            raise ConfigError(
+                f"target.adapter.modules={list(adapter.modules)} names the {name} embeddings, whose weights heads read "
+                "as they are; name other layers, or none for all linear ones."
+            )
+    return Target(adapted)
 
 
 def load_tokenizer(config: TargetConfig) -> Any:

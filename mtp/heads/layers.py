@@ -106,6 +106,24 @@ class DraftLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+class ResidualBlock(nn.Module):
+    """``x + silu(W x + b)``; for inputs of another width than the output's, a linear map of x in place of x."""
+
+    def __init__(self, hidden_size: int, input_size: int | None = None):
+        super().__init__()
+        self.linear = nn.Linear(input_size or hidden_size, hidden_size)
+        self.res_connection = nn.Identity() if input_size is None else nn.Linear(input_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.res_connection(x) + F.silu(self.linear(x))
+
+    @torch.no_grad()
+    def start_small(self) -> None:
+        """Leave a warm start nearly as it is, and yet let blocks on top of each other learn different things."""
+        self.linear.weight.normal_(0, 0.1 * self.linear.in_features**-0.5)
+        self.linear.bias.zero_()
+
+
 def unit_scale(states: Tensor) -> float:
     """Root mean square over all entries: what states are divided by to have scale one."""
     return states.float().pow(2).mean().clamp_min(1e-12).sqrt().item()

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 from mtp.drafters.base import Budget, Draw, TargetStates
 from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
+from mtp.heads.layers import ResidualBlock
 from mtp.heads.warmstart import RidgeRegression
 from mtp.packing import PackedLinears
 from mtp.static_tree import best_static_tree, static_tree
@@ -45,17 +45,6 @@ class MedusaConfig(HeadConfig):
         if self.rank_accuracy:
             return tuple(tuple(step[:ranks]) for step in self.rank_accuracy)
         return tuple(tuple(0.4 * 0.75**step * 0.4**rank for rank in range(ranks)) for step in range(self.steps))
-
-
-class ResidualBlock(nn.Module):
-    """``x + silu(W x + b)``."""
-
-    def __init__(self, hidden_size: int):
-        super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.silu(self.linear(x))
 
 
 class MedusaHead(Head):
@@ -117,7 +106,7 @@ class MedusaHead(Head):
                 rows, bases = batch.bases(step + 2).nonzero(as_tuple=True)
                 hidden = batch.states.hidden
                 fit.add(hidden[rows, bases], hidden[rows, bases + 1 + step])
-        output = self.target.output_matrix[self.draft_ids].float()
+        output = self.target.output_rows(self.draft_ids)[0].float()
         for step, fit in enumerate(fits):
             self.output_matrix(step).copy_(output @ fit.solve())
         for parameter in self.blocks.parameters():

@@ -6,10 +6,14 @@ far ahead of one that starts from a copy of the target's last layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from mtp.heads.base import TrainingBatch
+from mtp.heads.unrolling import Bases
 
 
 class RidgeRegression:
@@ -46,6 +50,60 @@ class RidgeRegression:
         normalised = gram / scale[:, None] / scale
         normalised.diagonal().add_(ridge)
         return (torch.linalg.solve(normalised, right / scale[:, None]) / scale[:, None]).T.float()
+
+
+class ChainRegression:
+    """How the target's next final states follow, linearly, from one of them and from the tokens in between.
+
+    The moments of ``[x[t]; e[t + 1]; ...; e[t + steps]]`` and ``h[t + 1], ..., h[t + steps]``, where e are embeddings,
+    h the target's final hidden states, and x what a head reads in their place.  One pass gives the fits of all steps.
+
+    Args:
+        width: of each state.
+        steps: length of the chain.
+    """
+
+    def __init__(self, width: int, steps: int, device: torch.device | str = "cpu"):
+        self.width, self.steps = width, steps
+        self.moments = RidgeRegression((1 + steps) * width, steps * width, device)
+        self._power = 0.0
+
+    def add(self, batch: TrainingBatch, bases: Bases, states: Tensor, embed: Callable[[Tensor], Tensor]) -> None:
+        """Take in the base positions whose whole chain is trained; ``states [M, H]`` are the x at all of them."""
+        tokens, hidden = batch.states.tokens, batch.states.hidden
+        whole = (batch.bases(2) & batch.bases(self.steps + 1))[bases.rows, bases.positions]
+        rows, positions = bases.rows[whole], bases.positions[whole]
+        chain = range(1, self.steps + 1)
+        inputs = [states[whole], *(embed(tokens[rows, positions + k]) for k in chain)]
+        following = torch.cat([hidden[rows, positions + k] for k in chain], dim=-1)
+        self.moments.add(torch.cat(inputs, dim=-1), following)
+        self._power += float(following.float().pow(2).sum())
+
+    def block(self, first: int, count: int = 1) -> slice:
+        """Columns of ``count`` states or embeddings from the ``first`` on; 0 is x."""
+        return slice(first * self.width, (first + count) * self.width)
+
+    def input_scale(self) -> Tensor:
+        """``[2H]`` root mean square of each dimension of x, and of each of an embedding.
+
+        Raises:
+            ValueError: if nothing was taken in.
+        """
+        if self.moments.count == 0:
+            raise ValueError(
+                f"A warm start needs answers of at least {self.steps} tokens; found none among the training rows "
+                "given. Use more rows, fewer head.steps, or head.warm_start_positions=0."
+            )
+        power = self.moments.gram.diagonal().unflatten(0, (1 + self.steps, self.width)) / self.moments.count
+        return torch.cat([power[0], power[1:].mean(0)]).clamp_min(1e-12).sqrt().float()
+
+    def output_scale(self) -> float:
+        """Root mean square over all entries of the states that follow."""
+        return (self._power / (self.moments.count * self.steps * self.width)) ** 0.5
+
+    def solve(self, step: int) -> Tensor:
+        """``[H, (step + 2) H]``: ``h[t + 1 + step]`` from x and the embeddings of the tokens up to it."""
+        return self.moments.solve(self.block(0, step + 2), cross=self.moments.cross[:, self.block(step)])
 
 
 class AttentionProjections(Protocol):

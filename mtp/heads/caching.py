@@ -1,0 +1,81 @@
+"""Heads that attend to the text with a layer of their own, and so keep its keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtp.attention import AttentionPass, attend, mask_bias
+from mtp.cache import TreeCache
+from mtp.drafters.base import Budget, Draw, TargetStates
+from mtp.heads.growing import GrowingHead
+from mtp.heads.layers import DraftLayer, Rotary, gather_positions
+from mtp.tree import TokenTree
+
+
+@dataclass
+class DraftState:
+    """One generation: entries that were read, and the target's states that are to be read before the next guess."""
+
+    cache: TreeCache
+    unread: TargetStates | None
+
+
+class CachingHead(GrowingHead):
+    """A head with a cache.  It reads what was committed only when asked to guess, so that plain rounds cost nothing."""
+
+    state: DraftState
+
+    @torch.no_grad()
+    def start(self, states: TargetStates, capacity: int) -> None:
+        staged = 2 * self.config.width * self.config.depth
+        cache = TreeCache(1, states.tokens.shape[0], capacity + staged, self.draft_ids.device)
+        self.state = DraftState(cache, states)
+
+    @torch.no_grad()
+    def observe(self, states: TargetStates) -> None:
+        unread = self.state.unread
+        self.state.unread = states if unread is None else unread.then(states)
+
+    @torch.no_grad()
+    def select_rows(self, rows: Tensor) -> None:
+        cache = self.state.cache
+        cache.select_rows(rows, int(cache.lengths[rows].max()))
+        assert self.state.unread is not None
+        self.state.unread = self.state.unread.select_rows(rows)
+
+    @torch.no_grad()
+    def rewind(self, length: int) -> int:
+        """An entry may hold the token after its position: the last one that is known to stay is one token short."""
+        kept = max(min(length - 1, int(self.state.cache.lengths[0])), 0)
+        self.state.cache.crop(kept)
+        self.state.unread = None
+        return kept
+
+    @torch.no_grad()
+    def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
+        tree = super().propose(pending, budget, draw)
+        self.state.cache.discard()
+        return tree
+
+
+def enter(layer: DraftLayer, rotary: Rotary, cache: TreeCache, x: Tensor, counts: Tensor) -> Tensor:
+    """Put a layer's inputs ``x [B, T, I]``, of which ``counts [B]`` are real, behind what ``cache`` holds of each row.
+
+    Returns:
+        ``[B, 1, heads * D]`` what the last entry of each row attends to; the others are there to be looked back at.
+    """
+    cache.stage(x.shape[1])
+    attention = AttentionPass.over_chain(x.shape[1], cache.lengths, cache.start)
+    (key,) = rotary(attention.positions, layer.split_heads(layer.k_proj(x)))
+    key, value = cache.update(key, layer.split_heads(layer.v_proj(x)), 0)
+    last = (counts - 1)[:, None]
+    (query,) = rotary(attention.positions.gather(1, last), layer.split_heads(layer.q_proj(gather_positions(x, last))))
+    mask = attention.mask(None, query.device)
+    mask = mask.gather(1, last[..., None].expand(-1, -1, mask.shape[2]))
+    attended = attend(query, key, value, mask_bias(mask, 1, query.dtype), layer.head_dim**-0.5).flatten(2)
+    everything = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+    cache.commit(everything, counts, longest=int((cache.lengths + counts).max()))
+    return attended

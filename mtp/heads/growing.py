@@ -1,0 +1,120 @@
+"""Heads whose guess depends on the tokens drafted before it: their trees grow level by level.
+
+Best-first as in EAGLE-2 (arXiv 2406.16858); or drawn, with a shape that does not depend on what is drawn.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from mtp.drafters.base import Budget, Draw, TargetStates
+from mtp.growth import BestFirstGrowth, drawn_widths
+from mtp.heads.base import Head, HeadConfig
+from mtp.heads.layers import gather_positions
+from mtp.packing import PackedLinears
+from mtp.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class GrowingConfig(HeadConfig):
+    """Sizes of a head whose trees grow.
+
+    Attributes:
+        depth: longest path of drafted tokens in a tree.
+        width: nodes expanded a level.
+        calibration: for each depth from 1 on, offset and slope of the logit of being accepted over the logit of the
+            head's own probability, fitted to held-out text; empty where that was not measured.
+    """
+
+    depth: int = 6
+    width: int = 6
+    calibration: tuple[tuple[float, float], ...] = ()
+
+
+class GrowingHead(Head):
+    """A head that carries something from each drafted token to those behind it (``carry [B, W, C]``).
+
+    A family says how the roots are read (``first``) and how a token is taken in (``then``).  Of the text it knows the
+    target's last hidden state alone (``state [B, 1, H]``), unless a family keeps more.
+    """
+
+    config: GrowingConfig
+
+    @abstractmethod
+    def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in the pending tokens ``[B]``: what the roots carry ``[B, 1, C]`` and their logits ``[B, 1, Vd]``."""
+
+    @abstractmethod
+    def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Take in drafted tokens: what they carry, and their logits ``[B, W, Vd]``.
+
+        Args:
+            tokens: ``[B, W]``.
+            carry: ``[B, W, C]`` what their parents carry.
+            seen: ``[B, W, S]`` which of the S tokens taken in so far, these included, are on each one's own path.
+            depth: of these tokens; the root's children have 1.
+        """
+
+    def start(self, states: TargetStates, capacity: int) -> None:
+        self.observe(states)
+
+    def observe(self, states: TargetStates) -> None:
+        self.state = gather_positions(states.hidden, (states.counts - 1)[:, None])
+
+    def select_rows(self, rows: Tensor) -> None:
+        self.state = self.state[rows]
+
+    def rewind(self, length: int) -> int:
+        return length
+
+    @torch.no_grad()
+    def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
+        with self._packed.active():
+            return self._best_first(pending, budget) if draw is None else self._drawn(pending, budget, draw)
+
+    def _best_first(self, pending: Tensor, budget: Budget) -> TokenTree:
+        growth = BestFirstGrowth(pending, budget, self.config.width, self._calibrated)
+        carry, logits = self.first(pending)
+        growth.add(torch.log_softmax(logits.float(), dim=-1), self.draft_ids)
+        for depth in range(1, self.config.depth):
+            if not growth.pays_to_go_on():
+                break
+            tokens, parents, seen = growth.frontier()
+            carry, logits = self.then(tokens, gather_positions(carry, parents), seen, depth)
+            growth.add(torch.log_softmax(logits.float(), dim=-1), self.draft_ids)
+        return growth.tree()
+
+    def _drawn(self, pending: Tensor, budget: Budget, draw: Draw) -> TokenTree:
+        # The shape of a drawn tree must not depend on what is drawn, so costs cannot cut it: it has the head's size.
+        nodes = budget.nodes if budget.costs is None else min(budget.nodes, self.config.nodes)
+        branching, expanded = drawn_widths(nodes, min(self.config.depth, budget.levels or self.config.depth))
+        if not expanded:
+            return TokenTree.root_only(pending)
+        growth = BestFirstGrowth(pending, budget, width=branching)
+        carry, logits = self.first(pending)
+        growth.add(draw.log_probs(logits), self.draft_ids, draw)
+        for depth, width in enumerate(expanded[1:], start=1):
+            tokens, parents, seen = growth.frontier(width)
+            carry, logits = self.then(tokens, gather_positions(carry, parents), seen, depth)
+            growth.add(draw.log_probs(logits), self.draft_ids, draw)
+        return growth.drawn_tree(self.config.vocab_size)
+
+    def _calibrated(self, log_q: Tensor, depth: int) -> Tensor:
+        """Log-probability of being accepted, from the head's own; see ``GrowingConfig.calibration``."""
+        if not self.config.calibration:
+            return log_q
+        offset, slope = self.config.calibration[min(depth, len(self.config.calibration)) - 1]
+        return F.logsigmoid(offset + slope * torch.logit(log_q.exp(), eps=1e-6))
+
+    def set_calibration(self, calibration: tuple[tuple[float, float], ...]) -> None:
+        self.config = replace(self.config, calibration=calibration)
+
+    @cached_property
+    def _packed(self) -> PackedLinears:
+        return PackedLinears(self)

@@ -1,0 +1,211 @@
+"""Hydra (Ankner et al., arXiv 2402.05109): Medusa's heads, each of which also reads the tokens drafted before it.
+
+Head s, standing at position t, reads the target's final hidden state at t and the embeddings of the tokens ``t + 1`` to
+``t + 1 + s``, side by side, and guesses token ``t + 2 + s``.  It is ``layers`` residual SiLU blocks, of which the first
+narrows its input to the target's width, and an output matrix of its own.
+
+Weights are named as in the authors' ``HydraMLP``: ``hydra_mlp.{s}.{j}.linear``, ``hydra_mlp.{s}.0.res_connection``,
+``hydra_lm_head.{s}``.  What differs: output matrices give the draft vocabulary, without a bias; every block has weights
+of its own (there all blocks but the first are one), and inputs are divided by ``input_scale``, which the weights of the
+first block can take over.
+
+Hydra++ is the same behind a decoder layer of its own, run once a round, that attends to the committed text: the heads
+read what it makes of the final hidden states in place of these.  The layer is ``prefix_embedding_layer``, and the norm
+behind it ``prefix_norm``.  Its heads are deeper, and distilled on the target's distributions, as all heads are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from mtp.heads.autoregressive import AutoregressiveConfig, layer_sizes
+from mtp.heads.base import Prediction, TrainingBatch
+from mtp.heads.caching import CachingHead, enter
+from mtp.heads.growing import GrowingConfig, GrowingHead
+from mtp.heads.layers import DraftLayer, ResidualBlock, Rotary, gather_positions
+from mtp.heads.unrolling import Bases, UnrolledAttention
+from mtp.heads.warmstart import ChainRegression
+from mtp.target import Target
+
+
+@dataclass(frozen=True)
+class HydraConfig(GrowingConfig):
+    """Sizes of Hydra heads.  ``steps`` is the number of heads; no tree is deeper.
+
+    Attributes:
+        layers: residual blocks of each head.
+    """
+
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.depth > self.steps:
+            raise ValueError(f"Trees of depth {self.depth} need as many Hydra heads; found steps={self.steps}.")
+
+
+class HydraHead(GrowingHead):
+    """See the module's text."""
+
+    family: ClassVar[str] = "hydra"
+    config_class: ClassVar[type[HydraConfig]] = HydraConfig
+    config: HydraConfig
+    input_scale: Tensor
+
+    def __init__(self, config: HydraConfig):
+        super().__init__(config)
+        width = config.hidden_size
+        self.hydra_mlp = nn.ModuleList(
+            nn.Sequential(
+                ResidualBlock(width, (step + 2) * width), *(ResidualBlock(width) for _ in range(config.layers - 1))
+            )
+            for step in range(config.steps)
+        )
+        self.hydra_lm_head = nn.ModuleList(
+            nn.Linear(width, config.draft_vocab_size, bias=False) for _ in range(config.steps)
+        )
+        self.register_buffer("input_scale", torch.ones(2 * width))
+
+    @classmethod
+    def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
+        config = cls.config_class(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_ids.numel(),
+            **{"depth": sizes.get("steps", HydraConfig.steps), **cls.default_sizes(target), **sizes},
+        )
+        head = cls(config).to(target.device).attach(target)
+        head.set_draft_vocabulary(draft_ids)
+        return head
+
+    @classmethod
+    def default_sizes(cls, target: Target) -> dict[str, Any]:
+        """Sizes that follow from the target's own."""
+        return {}
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """``[...] -> [..., H]``, as the heads read them."""
+        return self.target.embed(tokens).to(self.input_scale) / self.input_scale[self.config.hidden_size :]
+
+    def guess(self, inputs: Tensor, step: int) -> Tensor:
+        """Logits ``[..., Vd]`` of head ``step`` from ``inputs [..., (step + 2) H]``: a state, then the tokens."""
+        logits: Tensor = self.hydra_lm_head[step](self.hydra_mlp[step](inputs))
+        return logits
+
+    def read(self, batch: TrainingBatch, bases: Bases) -> Tensor:
+        """``[M, H]`` what heads read of the text up to each base position."""
+        return batch.states.hidden[bases.rows, bases.positions].to(self.input_scale)
+
+    def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
+        bases = Bases.of(batch, steps)
+        rows, positions = bases.rows, bases.positions
+        inputs = self.read(batch, bases) / self.input_scale[: self.config.hidden_size]
+        tokens = batch.states.tokens
+        predictions = []
+        for step in range(min(steps, self.config.steps)):
+            following = tokens[rows, (positions + 1 + step).clamp_max(tokens.shape[1] - 1)]
+            inputs = torch.cat([inputs, self.embed(following)], dim=-1)
+            trained = batch.bases(step + 2)[rows, positions]
+            logits = self.guess(inputs[trained], step)
+            predictions.append(Prediction(logits, rows[trained], positions[trained] + 1 + step))
+        return predictions
+
+    @torch.no_grad()
+    def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
+        """Head s starts as the linear map of its inputs onto the final state at ``t + 1 + s``, read by the target's own
+        output matrix; what the blocks add starts small."""
+        fit = ChainRegression(self.config.hidden_size, self.config.steps, self.input_scale.device)
+        for batch in batches:
+            bases = Bases.of(batch, self.config.steps)
+            fit.add(batch, bases, self.read(batch, bases), self.target.embed)
+        self.input_scale.copy_(fit.input_scale())
+        state, token = self.input_scale.chunk(2)
+        output = self.target.output_rows(self.draft_ids)[0] * fit.output_scale()
+        for step in range(self.config.steps):
+            for block in self.hydra_mlp[step].children():
+                assert isinstance(block, ResidualBlock)
+                block.start_small()
+            narrowing = self.hydra_mlp[step].get_submodule("0.res_connection")
+            scale = torch.cat([state, token.repeat(step + 1)]) / fit.output_scale()
+            narrowing.get_parameter("weight").copy_(fit.solve(step) * scale)
+            narrowing.get_parameter("bias").zero_()
+            self.hydra_lm_head[step].get_parameter("weight").copy_(output)
+
+    # ---- decoding -------------------------------------------------------------------------------------------------
+
+    def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
+        return self._begin(self.state, pending)
+
+    def _begin(self, states: Tensor, pending: Tensor) -> tuple[Tensor, Tensor]:
+        """``first``, from what heads read of the text, ``[B, 1, H]``."""
+        states = states.to(self.input_scale) / self.input_scale[: self.config.hidden_size]
+        carry = torch.cat([states, self.embed(pending[:, None])], dim=-1)
+        return carry, self.guess(carry, 0)
+
+    def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        carry = torch.cat([carry, self.embed(tokens)], dim=-1)
+        return carry, self.guess(carry, depth)
+
+
+@dataclass(frozen=True)
+class HydraPlusConfig(HydraConfig, AutoregressiveConfig):
+    """Sizes of Hydra++; those of the layer are its prefix attention's."""
+
+    layers: int = 4
+
+
+class PrefixLayer(DraftLayer):
+    """The layer over the committed text."""
+
+    def __init__(self, config: HydraPlusConfig):
+        width, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(width, width, config.num_heads, config.head_dim, config.intermediate_size, eps)
+        self.input_layernorm = nn.RMSNorm(width, eps=eps)
+
+
+class HydraPlusHead(CachingHead, HydraHead):
+    """Hydra++: heads read ``prefix_norm(prefix_embedding_layer(h))`` in place of the final hidden states h."""
+
+    family: ClassVar[str] = "hydra++"
+    config_class: ClassVar[type[HydraConfig]] = HydraPlusConfig
+    config: HydraPlusConfig
+
+    def __init__(self, config: HydraPlusConfig):
+        super().__init__(config)
+        self.prefix_embedding_layer = PrefixLayer(config)
+        self.prefix_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_positions)
+
+    @classmethod
+    def default_sizes(cls, target: Target) -> dict[str, Any]:
+        return layer_sizes(target)
+
+    def read(self, batch: TrainingBatch, bases: Bases) -> Tensor:
+        layer = self.prefix_embedding_layer
+        hidden = batch.states.hidden.to(self.input_scale)
+        x = layer.input_layernorm(hidden)
+        attention = UnrolledAttention(layer, self.rotary, x, bases)
+        attended = attention(x[bases.rows, bases.positions], step=0)
+        return self.prefix_norm(layer.finish(hidden[bases.rows, bases.positions], attended))
+
+    @torch.no_grad()
+    def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
+        """As Hydra's, behind a layer that adds nothing yet."""
+        layer = self.prefix_embedding_layer
+        layer.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        super().warm_start(batches)
+
+    def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
+        layer, states = self.prefix_embedding_layer, self.state.unread
+        assert states is not None
+        hidden = states.hidden.to(self.input_scale)
+        attended = enter(layer, self.rotary, self.state.cache, layer.input_layernorm(hidden), states.counts)
+        self.state.unread = None
+        last = gather_positions(hidden, (states.counts - 1)[:, None])
+        return self._begin(self.prefix_norm(layer.finish(last, attended)), pending)
