@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from mtp.drafters.base import Budget, Drafter, Draw, RoundCosts, TargetStates
+from mtp.drafters.ngram import NgramDrafter, OutputStore
 from mtp.drafters.plain import PlainDrafter
+from mtp.drafters.prediction import PredictionDrafter
 
-DRAFTERS: dict[str, type[Drafter]] = {"none": PlainDrafter}
+DRAFTERS: dict[str, type[Drafter]] = {"none": PlainDrafter, "ngram": NgramDrafter}
 
 
 def drafter_by_name(name: str) -> Drafter:
@@ -24,7 +26,10 @@ __all__ = [
     "Budget",
     "Drafter",
     "Draw",
+    "NgramDrafter",
+    "OutputStore",
     "PlainDrafter",
+    "PredictionDrafter",
     "RoundCosts",
     "TargetStates",
     "drafter_by_name",
