@@ -170,6 +170,7 @@ class Decoder:
             tree = TokenTree.root_only(pending)
             if budget is not None:
                 tree = self._within_positions(self.drafter.propose(pending, budget, self.settings.draw))
+                self._note_other_rule(tree)
         with self.stats.timed("verify"):
             attention = AttentionPass.over_tree(tree, cache.lengths, cache.start)
             output = self.target.forward(tree.tokens, cache, attention, self.drafter.taps)
@@ -292,6 +293,14 @@ class Decoder:
         if limit is None or max(self._lengths) + int(tree.depths.max()) < limit:
             return tree
         return TokenTree.root_only(tree.tokens[:, 0])
+
+    def _note_other_rule(self, tree: TokenTree) -> None:
+        """Guesses that depend on no draws are decided by the walk, which says so where another rule was asked for."""
+        if self.settings.draw is None or tree.is_drawn or tree.num_nodes == 1:
+            return
+        note = f"the drafter draws no guesses at random: the walk decided, not rule={self.sampler.rule.name!r}"
+        if note not in self.stats.notes:
+            self.stats.notes.append(note)
 
     def _refuse_long(self, longest: int) -> None:
         limit = self.target.max_positions

@@ -20,7 +20,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mtp.cost import Costs
 from mtp.decode import Decoder, DecodeSettings, Row, StopRule
-from mtp.drafters import Drafter, Draw, PlainDrafter, drafter_by_name
+from mtp.drafters import Drafter, Draw, NgramDrafter, PlainDrafter, PredictionDrafter, drafter_by_name
+from mtp.drafters.prediction import predicted_ids
 from mtp.heads import Head
 from mtp.past import Past
 from mtp.planner import CostPlanner, FixedPlanner, Planner
@@ -85,7 +86,7 @@ class SpeculativeModel:
             threading.RLock()
         )  # a drafter keeps the state of one generation: those of several threads take turns
         self.drift = Drift(expected_length)
-        self._planners: WeakKeyDictionary[Drafter, CostPlanner] = WeakKeyDictionary()
+        self._planners: WeakKeyDictionary[Drafter | type[Drafter], CostPlanner] = WeakKeyDictionary()
         self._named: dict[str, Drafter] = {}
         drafter.attach(target)
 
@@ -126,11 +127,13 @@ class SpeculativeModel:
             raise ValueError(f'nodes={nodes!r}: expected a number of nodes, or "auto".')
         if isinstance(drafter, PlainDrafter):
             return FixedPlanner(1)
-        if drafter not in self._planners:
-            self._planners[drafter] = CostPlanner(
+        # Drafters that look texts up are made anew for a call, and cost the same whatever the texts are.
+        key = type(drafter) if isinstance(drafter, NgramDrafter) else drafter
+        if key not in self._planners:
+            self._planners[key] = CostPlanner(
                 Costs(self.target, drafter), MOST_NODES, self.drift.expected or EXPECTED_LENGTH
             )
-        return self._planners[drafter]
+        return self._planners[key]
 
     @property
     def default_nodes(self) -> int:
@@ -146,6 +149,8 @@ class SpeculativeModel:
             planner: decides about the trees in place of ``nodes``; see ``mtp.planner``.
             drafter: another drafter for this call, an object or a name: one of ``mtp.available_drafters()`` (``"none"``
                 decodes plainly), or several joined by ``+`` that draft together, with ``"head"`` for the model's own.
+            prediction: what the answer will mostly repeat, as text or token ids (one for each prompt of a batch); it is
+                the draft, in place of the drafter, and is taken up again after every departure from it.
             rule: of acceptance: one of ``mtp.available_rules()``.  All are exact but ``"typical"``, which says so in
                 ``acceptance.notes``; ``"auto"``, the default, is the walk.
             on_token: called with ``(row, token, kept)`` as soon as a token is committed, for every token in order;
@@ -160,7 +165,7 @@ class SpeculativeModel:
             ValueError: for what cannot be drafted for (beam search, scores of every step ...), saying why.
         """
         refuse_unsupported_arguments(kwargs)
-        names = ("nodes", "planner", "drafter", "rule", "on_token", "generator", "past")
+        names = ("nodes", "planner", "drafter", "prediction", "rule", "on_token", "generator", "past")
         own = {name: kwargs.pop(name) for name in names if name in kwargs}
         decode = speculate(self, **own, streamer=kwargs.get("streamer"))
         return self.target.causal_lm.generate(*args, custom_generate=decode, **with_stop_strings(kwargs))
@@ -172,6 +177,7 @@ def speculate(
     nodes: int | str | None = None,
     planner: Planner | None = None,
     drafter: str | Drafter | None = None,
+    prediction: Any = None,
     rule: str = AUTO,
     on_token: TokenListener | None = None,
     generator: torch.Generator | None = None,
@@ -185,6 +191,12 @@ def speculate(
     stop strings as ``stopping_criteria=[StopStringCriteria(tokenizer, strings)]``.  ``SpeculativeModel.generate`` does
     both by itself.
     """
+    predictions = None
+    if prediction is not None:
+        if drafter is not None:
+            raise ValueError("prediction is itself the draft; found a drafter as well. Leave one of the two out.")
+        predictions = predicted_ids(prediction, model.tokenizer, model.target.vocab_size)
+        drafter = PredictionDrafter(predictions)
     drafter = model.drafter_for(drafter)
     planner = planner or model.planner(drafter, nodes)
     refuse_foreign_past(past, model.target)
@@ -208,6 +220,9 @@ def speculate(
         if input_ids.shape[0] > 1 and padding_token(generation_config) is None and len(stopping_criteria) > 1:
             raise ValueError("Rows that end at different lengths need a pad_token_id (there is no end token).")
         batch_size = input_ids.shape[0]
+        prompts = batch_size // (generation_config.num_return_sequences or 1)
+        if predictions is not None and len(predictions) != prompts:
+            raise ValueError(f"Found {len(predictions)} predictions for {prompts} prompts; expected one for each.")
         wants_dict = bool(generation_config.return_dict_in_generate)
         chosen = rule_for(rule, generation_config.do_sample)
         sampler = TargetSampler(

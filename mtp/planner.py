@@ -34,6 +34,11 @@ class RoundReport:
     tree: TokenTree
     verdict: Verdict
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing was guessed."""
+        return self.tree.num_nodes == 1
+
 
 class Planner(ABC):
     """Decides before each round what the drafter may propose, and learns from how the round went."""
@@ -126,16 +131,33 @@ class CostPlanner(Planner):
         self._tokens = FORGET * self._tokens + report.committed
         self._time = FORGET * self._time + time
         self._weight = FORGET * self._weight + 1
-        if report.promised is not None:
+        if report.is_bare:
+            self._learn_from_bare_round(time)
+        elif report.promised is not None:
             self._kept = FORGET * self._kept + (report.committed - 1)
             self._promised = FORGET * self._promised + report.promised
-            low, high = TRUST_RANGE
-            self.trust = min(max(self._kept / max(self._promised, 1e-6), low), high)
+            self._set_trust()
         if self._tokens * self._plain < MARGIN * self._time:
             self.resting, self._weight = self._next_rest, 0.0
             self._next_rest = min(2 * self._next_rest, LONGEST_REST)
         elif self._weight > FAITH + 1:
             self._next_rest = FIRST_REST
+
+    def _learn_from_bare_round(self, time: float) -> None:
+        """Nothing was found to guess, or nothing that pays: faith in the drafter returns, or it would never be tried.
+
+        The round of a drafter that costs next to nothing was a plain one, and shows what drafting has to beat now.
+        """
+        assert self._last is not None
+        self._kept = FORGET * self._kept + (1 - FORGET)
+        self._promised = FORGET * self._promised + (1 - FORGET)
+        self._set_trust()
+        if self._last.first < (1 - MARGIN) * self._last.plain:
+            self._plain = FORGET * self._plain + (1 - FORGET) * time
+
+    def _set_trust(self) -> None:
+        low, high = TRUST_RANGE
+        self.trust = min(max(self._kept / max(self._promised, 1e-6), low), high)
 
     def _begin_trial(self) -> None:
         """The next round is drafted in good faith, and judged nearly alone."""

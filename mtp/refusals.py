@@ -34,7 +34,7 @@ SETTINGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "dola_layers": ((None,), "it contrasts layers at every step, which cannot be drafted for yet"),
     "prompt_lookup_num_tokens": (
         (None,),
-        'it asks for another drafter: pass drafter="ngram" instead, where there is one',
+        'looking the prompt up is a drafter here: pass drafter="ngram" instead',
     ),
     "guidance_scale": (
         (None, 1, 1.0),

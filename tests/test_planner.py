@@ -17,6 +17,7 @@ from mtp.drafters import Budget, RoundCosts
 from mtp.growth import BestFirstGrowth
 from mtp.planner import FIRST_ROUNDS, CostPlanner, FixedPlanner, RoundReport
 from mtp.static_tree import best_static_tree, static_tree
+from mtp.tree import TokenTree
 
 CPU = CostTable((64,), (1, 2, 4, 8, 16, 32), ((1.0, 1.15, 1.25, 1.4, 1.7, 2.4),), first=0.12, level=0.05)
 GPU = CostTable((64,), (1, 2, 4, 8, 16, 32), ((1.0, 1.0, 1.0, 1.01, 1.02, 1.1),), first=0.05, level=0.05)
@@ -36,9 +37,10 @@ class KnownCosts(Costs):
         return self.known
 
 
-def report(drafted: bool, committed: float, promised: float | None, seconds: float) -> RoundReport:
-    """Of a round whose tree nobody looks at."""
-    return RoundReport(drafted, committed, promised, seconds, tree=None, verdict=None)
+def report(drafted: bool, committed: float, promised: float | None, seconds: float, guesses: int = 1) -> RoundReport:
+    """Of a round in which nobody looks at what was guessed and decided."""
+    tree = TokenTree.chain(torch.tensor([0]), torch.zeros(1, guesses, dtype=torch.long))
+    return RoundReport(drafted, committed, promised, seconds, tree, verdict=None)
 
 
 @dataclass
@@ -78,7 +80,8 @@ def simulate(
             seconds = (plain.verify[size] + plain.first + 2 * plain.level + plain.other) * wobble
             out.drafted += 1
             out.sizes.append(size)
-        planner.learn(report(budget is not None, committed, promised, seconds))
+        guesses = 0 if budget is None else size - 1
+        planner.learn(report(budget is not None, committed, promised, seconds, guesses))
         out.tokens += committed
         out.seconds += seconds / plain.plain
     return out
@@ -133,6 +136,49 @@ def test_trust_follows_what_was_kept() -> None:
         planner.budget(64, 1)
         planner.learn(report(True, committed=1.5, promised=1.0, seconds=1.0))
     assert planner.trust == pytest.approx(0.5, abs=0.02)
+
+
+LOOKUP = CostTable((64,), (1, 2, 4, 8, 16, 32), CPU.verify, first=0.004, level=0.0)
+CHAIN = torch.tensor([[0.9**depth for depth in range(1, 17)]])
+
+
+def look_up(
+    found: Callable[[int], bool], kept: Callable[[int, int], int], rounds: int, slower: float = 1.0
+) -> tuple[CostPlanner, list[int]]:
+    """Rounds of a drafter that costs next to nothing and finds a chain to copy in some rounds, and else nothing.
+
+    Args:
+        found: whether it finds something in a round.
+        kept: how many guesses of a chain of so many are kept in a round.
+        slower: the machine, than when the table was measured.
+
+    Returns:
+        the planner, and the sizes of the trees; 0 where it was not asked.
+    """
+    planner, sizes = CostPlanner(KnownCosts(LOOKUP), nodes=32), []
+    for at in range(rounds):
+        budget, costs = planner.budget(64, 1), LOOKUP.of_round(64, 32)
+        size = 1 if budget is None or not found(at) else budget.costs.best(CHAIN, 1)[0]
+        seconds = slower * (costs.verify[size] + costs.other) + (0.0 if budget is None else costs.first)
+        promised = None if size == 1 else float(CHAIN[0, : size - 1].sum())
+        planner.learn(report(budget is not None, 1 + kept(at, size - 1), promised, seconds, size - 1))
+        sizes.append(0 if budget is None else size)
+    return planner, sizes
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.2])
+def test_a_drafter_that_costs_nothing_never_rests_while_it_finds_nothing(slower: float) -> None:
+    _, sizes = look_up(lambda at: at >= 400, lambda at, guesses: round(0.8 * guesses), rounds=440, slower=slower)
+    assert 0 not in sizes[FIRST_ROUNDS:]
+    assert min(sizes[400:]) > 4, "the first thing found is used at once"
+
+
+def test_guesses_are_made_again_after_a_stretch_in_which_they_were_wrong() -> None:
+    """Where hardly anything is trusted nothing is guessed, and nothing guessed would be nothing learnt."""
+    planner, sizes = look_up(lambda at: True, lambda at, guesses: guesses if at >= 300 else 0, rounds=700)
+    assert sum(size > 1 for size in sizes[:300]) < 60
+    assert min(sizes[-50:]) > 4
+    assert planner.trust > 0.9
 
 
 def test_a_fixed_planner_asks_for_the_same_every_time() -> None:

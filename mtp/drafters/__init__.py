@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from mtp.drafters.base import Budget, Drafter, Draw, RoundCosts, TargetStates
 from mtp.drafters.mixed import MixedDrafter
+from mtp.drafters.ngram import NgramDrafter, OutputStore
 from mtp.drafters.plain import PlainDrafter
+from mtp.drafters.prediction import PredictionDrafter
 from mtp.drafters.recycle import RecyclingDrafter
 
-DRAFTERS: dict[str, type[Drafter]] = {"none": PlainDrafter, "recycling": RecyclingDrafter}
+DRAFTERS: dict[str, type[Drafter]] = {"none": PlainDrafter, "ngram": NgramDrafter, "recycling": RecyclingDrafter}
 OWN = "head"  # in a mix, the drafter that a model already has
 
 
@@ -40,7 +42,10 @@ __all__ = [
     "Drafter",
     "Draw",
     "MixedDrafter",
+    "NgramDrafter",
+    "OutputStore",
     "PlainDrafter",
+    "PredictionDrafter",
     "RecyclingDrafter",
     "RoundCosts",
     "TargetStates",

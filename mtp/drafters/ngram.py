@@ -1,0 +1,139 @@
+"""Prompt lookup: what followed the last words before, in the prompt, the answer, recent answers or a given corpus.
+
+Saxena's prompt lookup decoding (2023) copies what follows the first place where the last few tokens stand.  Here the
+longest match is found, at a cost that does not grow with the text (the suffix automaton of SAM decoding, Hu et al.,
+arXiv 2411.10666), several continuations make one tree, sized by how sure each is (as in SuffixDecoding, Oliaro et al.,
+arXiv 2411.04975), and a corpus may stand behind it (REST, He et al., arXiv 2311.08252).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from mtp.drafters.base import Budget, Drafter, Draw, TargetStates
+from mtp.drafters.lookup import Place, grow, tree_of
+from mtp.suffix import ROOT, SuffixAutomaton
+from mtp.tree import TokenTree
+
+LOOKED_UP = 32  # last tokens of a row that are looked up in texts of others; longer matches are no surer
+
+
+class OutputStore:
+    """Recent answers, shared by all rows and generations, within a bound.
+
+    Two automata take turns: when the newer has read half of what is allowed, the older is dropped.  Rows add their
+    answers while they are made, so rows that answer the same prompt help each other.
+
+    What one caller was answered may be guessed for another.  No text depends on it, but times do: callers who must not
+    learn about each other need a store each.  Models that generate at the same time need one each too.
+
+    Args:
+        capacity: most tokens remembered; some 0.5 kB each.
+    """
+
+    def __init__(self, capacity: int = 1 << 16):
+        if capacity < 2:
+            raise ValueError(f"A store of outputs holds at least 2 tokens; found capacity={capacity}.")
+        self.capacity = capacity
+        self.texts: tuple[SuffixAutomaton, ...] = (SuffixAutomaton(),)
+        self._read = 0  # tokens in the newest
+
+    def extend(self, end: tuple[SuffixAutomaton, int] | None, token: int) -> tuple[SuffixAutomaton, int]:
+        """Read one more token of an answer.
+
+        Args:
+            end: where the answer ended so far, as the last call returned it; None at its beginning.
+        """
+        if self._read >= self.capacity // 2:
+            self.texts = (SuffixAutomaton(), self.texts[0])
+            self._read = 0
+        newest = self.texts[0]
+        state = end[1] if end is not None and end[0] is newest else ROOT
+        self._read += 1
+        return newest, newest.extend(state, token)
+
+
+@dataclass(eq=False)
+class Row:
+    """One row's text.
+
+    Attributes:
+        tokens: whose states are known: all but the pending one.
+        text: the same, to be looked into.
+        ends: the state of ``text`` after each token.
+        stored: where the answer ends in the store.
+        answering: what is read next is the answer; before, it is the prompt.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    text: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    ends: list[int] = field(default_factory=list)
+    stored: tuple[SuffixAutomaton, int] | None = None
+    answering: bool = False
+
+    def read(self, token: int) -> None:
+        """Take in a token of the prompt or the answer."""
+        self.tokens.append(token)
+        self.ends.append(self.text.extend(self.ends[-1] if self.ends else ROOT, token))
+
+    def places(self, pending: int) -> list[Place]:
+        """Where the text and the pending token have stood before."""
+        return [(self.text, self.text.advance(self.text.whole(self.ends[-1]), pending))]
+
+
+class NgramDrafter(Drafter):
+    """Guesses that what followed the longest matching phrases before follows again; nothing where nothing matches.
+
+    Its guesses depend on no draws, so the walk decides about them, at any temperature.
+
+    Args:
+        corpus: texts to look into besides, as ids of the target's tokens; some 0.5 kB of memory a token.
+        store: recent answers to look into besides, and to add to.
+    """
+
+    runs_network = False
+    state: Sequence[Row]
+
+    def __init__(self, corpus: Iterable[Sequence[int]] = (), store: OutputStore | None = None):
+        self.state = []
+        self.store = store
+        read = SuffixAutomaton.of(corpus)
+        self._corpus = (read,) if len(read) > 1 else ()
+
+    def start(self, states: TargetStates, capacity: int) -> None:
+        self.state = self._new_rows(len(states.tokens))
+        self.observe(states)
+
+    def observe(self, states: TargetStates) -> None:
+        for row, tokens, count in zip(self.state, states.tokens.tolist(), states.counts.tolist(), strict=True):
+            for token in tokens[:count]:
+                row.read(token)
+                if row.answering and self.store is not None:
+                    row.stored = self.store.extend(row.stored, token)
+            row.answering = True
+
+    def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
+        rows = zip(self.state, pending.tolist(), strict=True)
+        return tree_of(pending, [grow(self._places(row, token), budget.nodes - 1) for row, token in rows], budget)
+
+    def select_rows(self, rows: Tensor) -> None:
+        self.state = [self.state[row] for row in rows.tolist()]
+
+    def rewind(self, length: int) -> int:
+        """See ``Drafter.rewind``.  What followed stays known: a text that is asked for again mostly repeats it."""
+        row = self.state[0]
+        del row.tokens[length:], row.ends[length:]
+        row.stored, row.answering = None, False
+        return len(row.tokens)
+
+    def _new_rows(self, batch: int) -> Sequence[Row]:
+        return [Row() for _ in range(batch)]
+
+    def _places(self, row: Row, pending: int) -> list[Place]:
+        """Where the row's text and its pending token stand, in every text that is looked into."""
+        others = (*self._corpus, *(self.store.texts if self.store is not None else ()))
+        last = [*row.tokens[1 - LOOKED_UP :], pending]
+        return [*row.places(pending), *((text, text.find(last)) for text in others)]
