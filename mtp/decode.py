@@ -247,6 +247,7 @@ class Decoder:
         cache.commit(torch.arange(ids.shape[1], device=device).expand_as(ids), counts, longest)
         logits = output.logits[torch.arange(len(prompts), device=device), inverse]
         states = TargetStates(ids, output.hidden, output.taps, counts)
+        self.drafter.share(cache)
         if known:
             self.drafter.observe(states)
         else:

@@ -86,8 +86,7 @@ class SpeculativeModel:
         )  # a drafter keeps the state of one generation: those of several threads take turns
         self.drift = Drift(expected_length)
         self._planners: WeakKeyDictionary[Drafter, CostPlanner] = WeakKeyDictionary()
-        if isinstance(drafter, Head):
-            drafter.attach(target)
+        drafter.attach(target)
 
     @classmethod
     def from_target(cls, model: PreTrainedModel, drafter: str | Drafter, tokenizer: Any = None) -> SpeculativeModel:
@@ -174,6 +173,7 @@ def speculate(
         drafter = model.drafter
     elif isinstance(drafter, str):
         drafter = drafter_by_name(drafter)
+    drafter.attach(model.target)
     planner = planner or model.planner(drafter, nodes)
     refuse_foreign_past(past, model.target)
 

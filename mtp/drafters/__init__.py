@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mtp.drafters.base import Budget, Drafter, Draw, RoundCosts, TargetStates
+from mtp.drafters.early_exit import EarlyExit
 from mtp.drafters.plain import PlainDrafter
 
-DRAFTERS: dict[str, type[Drafter]] = {"none": PlainDrafter}
+DRAFTERS: dict[str, type[Drafter]] = {"none": PlainDrafter, "early_exit": EarlyExit}
 
 
 def drafter_by_name(name: str) -> Drafter:
@@ -24,6 +25,7 @@ __all__ = [
     "Budget",
     "Drafter",
     "Draw",
+    "EarlyExit",
     "PlainDrafter",
     "RoundCosts",
     "TargetStates",

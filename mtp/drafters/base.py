@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from mtp.cache import TreeCache
+from mtp.target import Target
 from mtp.tree import TokenTree
 
 
@@ -157,6 +159,20 @@ class Drafter(ABC):
 
     taps: tuple[int, ...] = ()
     state: Any = None
+
+    def attach(self, target: Target) -> Self:
+        """Connect to the target that verifies: called before any drafting for it, perhaps more than once.
+
+        Raises:
+            ValueError: if this drafter cannot draft for it.
+        """
+        return self
+
+    def share(self, cache: TreeCache) -> None:
+        """Be shown the target's own cache, before ``start`` or ``observe``.
+
+        Whoever stages something in it has discarded that when ``propose`` returns.
+        """
 
     @abstractmethod
     def start(self, states: TargetStates, capacity: int) -> None:
