@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mtp.drafters.assistant import Assistant
 from mtp.drafters.base import Budget, Drafter, Draw, RoundCosts, TargetStates
 from mtp.drafters.early_exit import EarlyExit
 from mtp.drafters.plain import PlainDrafter
@@ -22,6 +23,7 @@ def drafter_by_name(name: str) -> Drafter:
 
 __all__ = [
     "DRAFTERS",
+    "Assistant",
     "Budget",
     "Drafter",
     "Draw",

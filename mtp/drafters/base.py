@@ -168,7 +168,7 @@ class Drafter(ABC):
         """
         return self
 
-    def share(self, cache: TreeCache) -> None:
+    def share(self, cache: TreeCache) -> None:  # noqa: B027 - most drafters have no use for it
         """Be shown the target's own cache, before ``start`` or ``observe``.
 
         Whoever stages something in it has discarded that when ``propose`` returns.

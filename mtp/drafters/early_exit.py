@@ -23,6 +23,8 @@ from mtp.support import UnsupportedTargetError
 from mtp.target import Target
 from mtp.tree import TokenTree
 
+SHAPE = TreeShape(width=4, depth=5)
+
 
 @dataclass(frozen=True)
 class EarlyExitConfig:
@@ -34,14 +36,14 @@ class EarlyExitConfig:
     """
 
     skip: tuple[int, ...] | None = None
-    shape: TreeShape = TreeShape(width=4, depth=5)
+    shape: TreeShape = SHAPE
 
 
 class EarlyExit(Drafter):
     """Drafts with the target's own layers but some.
 
-    Which layers can be spared differs from model to model: ``mtp.calibrate_early_exit`` finds out.  Models that were not
-    trained to exit early are rarely good at it; where drafting does not pay, the planner decodes plainly.
+    Which layers can be spared differs from model to model: ``mtp.calibrate_early_exit`` finds out.  Models that were
+    not trained to exit early are rarely good at it; where drafting does not pay, the planner decodes plainly.
 
     Args:
         skip: layers to leave out, counted from 0; ``range(exit, num_layers)`` is an early exit in the narrow sense.
@@ -54,7 +56,7 @@ class EarlyExit(Drafter):
 
     state: TreeCache | None = None
 
-    def __init__(self, skip: Iterable[int] | None = None, shape: TreeShape = EarlyExitConfig.shape):
+    def __init__(self, skip: Iterable[int] | None = None, shape: TreeShape = SHAPE):
         self.config = EarlyExitConfig(None if skip is None else tuple(sorted(set(skip))), shape)
         self._target: Target | None = None
         self._skip: tuple[int, ...] = ()
