@@ -143,24 +143,29 @@ def search(
         rate: of an agreement and a number of skipped layers; grows with both.
         seconds: time limit.
     """
-    deadline = time.perf_counter() + seconds
+    started = time.perf_counter()
+    middle = sum(candidates) / max(len(candidates), 1)
+    losses: list[tuple[float, int, int]] = []  # loss, layer, and how many layers were skipped when it was measured
     skip: tuple[int, ...] = ()
     best = SkipChoice((), 1.0, rate(1.0, 0))
-    # Least loss first: (1 - agreement without the layer, layer, size of the set at which that was measured).
-    queue = [(0.0, layer, -1) for layer in candidates]
-    shares: dict[int, float] = {}
-    with tqdm(total=len(candidates), desc="layers to skip", unit="layer", leave=False) as bar:
-        while queue and time.perf_counter() < deadline:
-            _, layer, measured_at = heapq.heappop(queue)
-            if measured_at < len(skip):
-                shares[layer] = agreement(tuple(sorted((*skip, layer))))
-                heapq.heappush(queue, (1 - shares[layer], layer, len(skip)))
-                continue
-            skip = tuple(sorted((*skip, layer)))
-            best = max(best, SkipChoice(skip, shares[layer], rate(shares[layer], len(skip))), key=lambda one: one.rate)
+    with tqdm(total=2 * len(candidates), desc="layers to skip", unit="layer", leave=False) as bar:
+        # From the middle outwards: where time does not suffice for all, the ends are the least likely to be spared.
+        for layer in sorted(candidates, key=lambda layer: abs(layer - middle)):
+            if losses and time.perf_counter() - started > seconds / 2:
+                break
+            heapq.heappush(losses, (1 - agreement((layer,)), layer, 0))
             bar.update()
-            bar.set_postfix(agreement=f"{shares[layer]:.2f}")
-            if rate(shares[layer], len(candidates)) <= best.rate:  # however many more leave at no loss
+        while losses and (time.perf_counter() - started < seconds or not skip):
+            loss, layer, measured_at = heapq.heappop(losses)
+            larger = tuple(sorted((*skip, layer)))
+            if measured_at < len(skip):
+                heapq.heappush(losses, (1 - agreement(larger), layer, len(skip)))
+                continue
+            skip = larger
+            best = max(best, SkipChoice(skip, 1 - loss, rate(1 - loss, len(skip))), key=lambda choice: choice.rate)
+            bar.update()
+            bar.set_postfix(skipped=len(skip), agreement=f"{1 - loss:.2f}")
+            if rate(1 - loss, len(candidates)) <= best.rate:  # however many more leave at no loss
                 break
     return best
 

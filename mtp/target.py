@@ -236,7 +236,7 @@ class Target:
 
     @contextmanager
     def _without(self, skip: Collection[int]) -> Iterator[None]:
-        """Inside the block these layers hand on what they are given; they stay in their list, which the model counts."""
+        """Inside the block these layers hand on what they are given.  They stay in their list, which models count."""
         as_tuple = bool(skip) and self._layers_return_tuples
 
         def hand_on(*args: Any, **kwargs: Any) -> Any:
