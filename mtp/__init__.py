@@ -15,11 +15,12 @@ from mtp.checkpoint import (
     read_acceptance,
     save_checkpoint,
 )
-from mtp.drafters import DRAFTERS, Drafter
+from mtp.drafters import DRAFTERS, Assistant, Drafter, EarlyExit
 from mtp.heads import HEADS, Head
 from mtp.model import SpeculativeModel, SpeculativeOutput, speculate
 from mtp.past import Past
 from mtp.rules import available_rules
+from mtp.skip_search import calibrate_early_exit
 from mtp.stats import AcceptanceStats
 from mtp.support import UnsupportedTargetError
 from mtp.target import Target
@@ -66,8 +67,10 @@ def available_drafters() -> list[str]:
 
 __all__ = [
     "AcceptanceStats",
+    "Assistant",
     "CheckpointError",
     "Drafter",
+    "EarlyExit",
     "Head",
     "Past",
     "SpeculativeModel",
@@ -78,6 +81,7 @@ __all__ = [
     "available_drafters",
     "available_heads",
     "available_rules",
+    "calibrate_early_exit",
     "load",
     "save_checkpoint",
     "speculate",

@@ -212,6 +212,9 @@ def _draft_passes(target: Target, drafter: Drafter, batch: int, context: int) ->
     tokens = torch.zeros(batch, context, dtype=torch.long, device=target.device)
     counts = torch.full((batch,), context, device=target.device)
     hidden, taps = target.encode(tokens, drafter.taps)
+    cache = target.new_cache(batch, context + 2 * max(NODES))
+    cache.crop(context)
+    drafter.share(cache)
     drafter.start(TargetStates(tokens, hidden, taps, counts), context + 64)
     last = TargetStates(tokens[:, :2], hidden[:, :2], None if taps is None else taps[:, :2], counts.clamp_max(2))
     pending = tokens[:, 0]

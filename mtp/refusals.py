@@ -18,7 +18,7 @@ PREPARED = {"attention_mask", "position_ids", "cache", "past_key_values", "use_c
 ARGUMENTS = {
     "pixel_values": "images cannot be drafted for yet; text prompts of the same model can",
     "pixel_values_videos": "videos cannot be drafted for yet; text prompts of the same model can",
-    "assistant_model": "a smaller model is a drafter here: pass drafter=... instead",
+    "assistant_model": "a smaller model is a drafter here: pass drafter=mtp.Assistant(model) instead",
     "custom_generate": "SpeculativeModel.generate is itself one; call the target's own generate for another",
     "inputs_embeds": "drafting needs token ids; pass input_ids",
     "negative_prompt_ids": "guidance runs the model on a second prompt at every step, which cannot be drafted for yet",

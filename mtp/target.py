@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -189,16 +190,18 @@ class Target:
         attention: AttentionPass,
         taps: Sequence[int] = (),
         logits_at: Tensor | None = None,
+        skip: Collection[int] = (),
     ) -> TargetOutput:
         """One pass over ``ids [B, T]``, staged in ``cache`` at the positions that ``attention`` names.
 
         Args:
             taps: layer ids whose entering residual stream is wanted (see ``default_taps``).
             logits_at: ``[n]`` indices into T for which logits are wanted; None for all.  Must not be empty.
+            skip: layers that are left out: what enters them leaves them, and they stage no keys and values.
         """
         cache.stage(ids.shape[1])
         keep = 0 if logits_at is None else logits_at
-        with self._ours(attention, taps) as captured:
+        with self._ours(attention, taps, skip) as captured:
             output = self.causal_lm(
                 input_ids=ids,
                 position_ids=attention.positions,
@@ -236,8 +239,52 @@ class Target:
         """The mask, for an architecture that attends by itself; all others ask ``mtp.attention`` for it."""
         return {"attention_mask": attention.additive_mask(self.dtype, self.device)} if self._own_attention else {}
 
+    @cached_property
+    def needed_layers(self) -> frozenset[int]:
+        """Layers that no pass can leave out: others read their keys and values (Gemma 4)."""
+        shares = [getattr(getattr(layer, "self_attn", None), "store_full_length_kv", False) for layer in self.layers]
+        return frozenset(layer for layer, is_shared in enumerate(shares) if is_shared)
+
+    @cached_property
+    def _layers_return_tuples(self) -> bool:
+        """Whether a layer returns its hidden states as the first of several things, as some architectures have it."""
+        found: list[bool] = []
+
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            found.append(isinstance(output, tuple))
+
+        handle = self.layers[0].register_forward_hook(look)
+        try:
+            self.encode(torch.zeros(1, 1, dtype=torch.long, device=self.device))
+        finally:
+            handle.remove()
+        return found[0]
+
     @contextmanager
-    def _ours(self, attention: AttentionPass, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    def _without(self, skip: Collection[int]) -> Iterator[None]:
+        """Inside the block these layers hand on what they are given.  They stay in their list, which models count."""
+        as_tuple = bool(skip) and self._layers_return_tuples
+
+        def hand_on(*args: Any, **kwargs: Any) -> Any:
+            states = args[0] if args else kwargs["hidden_states"]
+            return (states,) if as_tuple else states
+
+        layers = [self.layers[at] for at in skip]
+        before = [layer.__dict__.get("forward") for layer in layers]  # a hook of accelerate's, where there is one
+        for layer in layers:
+            layer.__dict__["forward"] = hand_on
+        try:
+            yield
+        finally:
+            for layer, forward in zip(layers, before, strict=True):
+                del layer.__dict__["forward"]
+                if forward is not None:
+                    layer.__dict__["forward"] = forward
+
+    @contextmanager
+    def _ours(
+        self, attention: AttentionPass, taps: Sequence[int], skip: Collection[int] = ()
+    ) -> Iterator[dict[int, Tensor]]:
         """Everything that is different during one of our passes, and nothing after it.
 
         Yields a dict that the pass fills: the stream that enters each tapped layer, and under ``FINAL`` the last.
@@ -251,6 +298,7 @@ class Target:
             if not self._own_attention:
                 stack.enter_context(_attention_implementation(self._configs, ATTENTION_NAME))
             stack.enter_context(_evaluation_mode(self.causal_lm))
+            stack.enter_context(self._without(skip))
             for layer in taps:
                 stack.callback(self._tap(layer, captured).remove)
 
@@ -259,10 +307,11 @@ class Target:
 
             stack.callback(self.backbone.register_forward_hook(keep_final).remove)
             yield captured
-        if not self._own_attention and attention.calls < self.num_layers:
+        layers = self.num_layers - len(skip)
+        if not self._own_attention and attention.calls < layers:
             raise UnsupportedTargetError(
                 f"{type(self.causal_lm).__name__} called its attention function {attention.calls} times in a pass over "
-                f"{self.num_layers} layers: some layers attend by themselves and did not see the tree."
+                f"{layers} layers: some layers attend by themselves and did not see the tree."
             )
 
     def _refuse_changing_angles(self, attention: AttentionPass) -> None:

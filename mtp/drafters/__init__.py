@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from mtp.drafters.assistant import Assistant
 from mtp.drafters.base import Budget, Drafter, Draw, RoundCosts, TargetStates
+from mtp.drafters.early_exit import EarlyExit
 from mtp.drafters.mixed import MixedDrafter
 from mtp.drafters.ngram import NgramDrafter, OutputStore
 from mtp.drafters.plain import PlainDrafter
 from mtp.drafters.prediction import PredictionDrafter
 from mtp.drafters.recycle import RecyclingDrafter
 
-DRAFTERS: dict[str, type[Drafter]] = {"none": PlainDrafter, "ngram": NgramDrafter, "recycling": RecyclingDrafter}
+DRAFTERS: dict[str, type[Drafter]] = {
+    "early_exit": EarlyExit,
+    "ngram": NgramDrafter,
+    "none": PlainDrafter,
+    "recycling": RecyclingDrafter,
+}
 OWN = "head"  # in a mix, the drafter that a model already has
 
 
@@ -38,9 +45,11 @@ def drafter_by_name(name: str, own: Drafter | None = None) -> Drafter:
 
 __all__ = [
     "DRAFTERS",
+    "Assistant",
     "Budget",
     "Drafter",
     "Draw",
+    "EarlyExit",
     "MixedDrafter",
     "NgramDrafter",
     "OutputStore",
