@@ -119,7 +119,7 @@ def test_a_head_trained_to_convergence_on_one_sample_is_accepted_nearly_always(f
     answer = model.generate(**padded(prompt), max_new_tokens=24, do_sample=False)[0, 6:].tolist()
     target = Target(model)
     steps = 3
-    head = tiny_head(family, target, nodes=24, steps=steps).train()
+    head = tiny_head(family, target, nodes=64, steps=steps).train()
     batch = batch_of(target, head, [Row(tuple(prompt[0]), tuple(answer))])
     optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
     for _ in range(150):
@@ -131,7 +131,7 @@ def test_a_head_trained_to_convergence_on_one_sample_is_accepted_nearly_always(f
         loss.backward()
         optimizer.step()
     output = SpeculativeModel(target, head.eval()).generate(
-        **padded(prompt), max_new_tokens=24, do_sample=False, nodes=24, return_dict_in_generate=True
+        **padded(prompt), max_new_tokens=24, do_sample=False, nodes=64, return_dict_in_generate=True
     )
     assert output.sequences[0, 6:].tolist() == answer
     # 23 tokens after the first, in rounds of at most steps + 1.

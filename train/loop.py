@@ -27,7 +27,7 @@ from train.config import RunConfig, to_dict
 from train.data import DataError, length_batches
 from train.evaluate import decode_acceptance, held_out_metrics, teacher_probs
 from train.features import FeatureSource
-from train.losses import soft_cross_entropy
+from train.losses import confidence_loss, soft_cross_entropy
 
 logger = logging.getLogger(__name__)
 
@@ -119,25 +119,32 @@ class Trainer:
         probs, place = teacher_probs(self.head, batch)
         with self.accelerator.autocast():
             predictions = self.module(batch, self.config.head.steps)
-        losses, accuracy = [], []
+        losses, confidence_losses, accuracy = [], [], []
         for prediction in predictions:
             teacher = probs[place[prediction.rows, prediction.positions]]
             count = torch.tensor(float(max(len(prediction.rows), 1)), device=probs.device)
             count = self.accelerator.reduce(count, "mean")
             losses.append(soft_cross_entropy(prediction.logits, teacher).sum() / count)
+            labels = batch.states.tokens[prediction.rows, prediction.positions + 1]
+            if prediction.confidence is not None:
+                log_probs = prediction.logits.detach().float().log_softmax(-1)
+                doubts = confidence_loss(log_probs, self.head.draft_ids, prediction.confidence, labels)
+                confidence_losses.append(doubts.sum() / count)
             with torch.no_grad():
-                labels = batch.states.tokens[prediction.rows, prediction.positions + 1]
                 right = self.head.draft_ids[prediction.logits.argmax(-1)] == labels
                 accuracy.append(round(right.float().mean().item(), 4) if len(labels) else 0.0)
         weights = [self.config.optim.step_weight**step for step in range(len(losses))]
         total = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
         assert isinstance(total, Tensor)
-        metrics = {
+        metrics: dict[str, Any] = {
             "loss": round(total.item(), 4),
             "step_loss": [round(loss.item(), 4) for loss in losses],
             "accuracy": accuracy,
             "positions": len(predictions[0].rows),
         }
+        if confidence_losses:  # on weights of its own: no weighing against the rest is needed
+            total = total + sum(confidence_losses)
+            metrics["confidence_loss"] = [round(loss.item(), 4) for loss in confidence_losses]
         return total, metrics
 
     # ---- data -----------------------------------------------------------------------------------------------------

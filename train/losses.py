@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 
 def soft_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
@@ -45,3 +46,20 @@ class _SoftCrossEntropy(torch.autograd.Function):
         mass = target_probs.sum(-1, keepdim=True)
         difference = torch.softmax(logits.float(), dim=-1).mul_(mass).sub_(target_probs)
         return difference.mul_(gradient[:, None]).to(logits.dtype), None
+
+
+def confidence_loss(log_probs: Tensor, ids: Tensor, confidence: Tensor, tokens: Tensor, guesses: int = 4) -> Tensor:
+    """How well a head knows which of its guesses will be accepted, one value a row.
+
+    Binary cross-entropy of each of its likeliest guesses being the token that came; the probability it holds to is its
+    own, moved by its confidence output.  No gradient flows into the guesses themselves.
+
+    Args:
+        log_probs: ``[M, Vd]`` of the head, over the token ids ``ids [Vd]``.
+        confidence: ``[M]`` added to the logits of the guesses' probabilities.
+        tokens: ``[M]`` the tokens that came.
+    """
+    best = log_probs.detach().float().topk(min(guesses, log_probs.shape[-1]), dim=-1)
+    logits = torch.logit(best.values.exp(), eps=1e-6) + confidence.float()[:, None]
+    came = (ids[best.indices] == tokens[:, None]).float()
+    return F.binary_cross_entropy_with_logits(logits, came, reduction="none").sum(-1)

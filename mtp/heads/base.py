@@ -23,11 +23,14 @@ class Prediction:
         rows: ``[M]`` the batch row of each prediction.
         positions: ``[M]`` the token position whose *target distribution* each prediction imitates: the distribution
             over the token at ``positions + 1`` given everything up to ``positions``.
+        confidence: ``[M]`` what the head adds to the logit of a guess's probability to make it that of being
+            accepted; None for heads that take their probabilities as they are.
     """
 
     logits: Tensor
     rows: Tensor
     positions: Tensor
+    confidence: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -43,3 +43,27 @@ def attend_with_own(
     for at, v in enumerate(own_values):
         out = out + weights[..., length + at, None] * v
     return out.transpose(1, 2).flatten(2)
+
+
+def attend_with_block(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, block_key: Tensor, block_value: Tensor
+) -> Tensor:
+    """Attention of every base position's block to the text before it and to the whole of itself.
+
+    Args:
+        query: ``[B, h, P, K, D]`` of K slots for each of P base positions; ``block_key``, ``block_value`` likewise.
+        key: ``[B, h, T, D]``, and ``value``: of the text.
+        visible: ``[B, P, T]`` which of it each base position sees.
+
+    Returns:
+        ``[B, P, K, h * D]``.
+    """
+    slots = query.shape[3]
+    query = query * query.shape[-1] ** -0.5
+    shared = (query.flatten(2, 3) @ key.transpose(2, 3)).unflatten(2, (-1, slots))
+    shared = shared.masked_fill(~visible[:, None, :, None], float("-inf"))
+    weights = torch.cat([shared, query @ block_key.transpose(3, 4)], dim=-1).softmax(-1)
+    length = key.shape[2]
+    out = (weights[..., :length].flatten(2, 3) @ value).unflatten(2, (-1, slots))
+    out = out + weights[..., length:] @ block_value
+    return out.permute(0, 2, 3, 1, 4).flatten(3)

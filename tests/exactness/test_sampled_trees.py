@@ -30,6 +30,7 @@ from transformers import (
 
 from mtp.attention import AttentionPass
 from mtp.drafters import Budget, Draw, TargetStates
+from mtp.heads import HEADS
 from mtp.heads.medusa import MedusaHead
 from mtp.rules import RULES
 from mtp.sampling import TargetSampler
@@ -42,7 +43,7 @@ DRAWN_RULES = [pytest.param(rule.verify_row, id=rule.name) for rule in RULES.val
 def head_proposals(family: str, nodes: int, draft_vocab: int) -> Proposals:
     """Every tree that a real (random, tiny) head may draw for one prompt."""
     target = tiny_target("llama", vocab=V + 1, layers=2)
-    sizes = {"depth": 2} if family != "medusa" else {}
+    sizes = {"depth": 2} if "depth" in HEADS[family].config_class.__dataclass_fields__ else {}
     head = tiny_head(family, target, draft_vocab=draft_vocab, steps=2, **sizes)
     if isinstance(head, MedusaHead):  # two children, each with a child of its own
         head.set_rank_accuracy(((0.5, 0.4), (0.5, 0.01)))
@@ -58,7 +59,8 @@ def head_proposals(family: str, nodes: int, draft_vocab: int) -> Proposals:
 
 
 @pytest.mark.parametrize("verify_row", DRAWN_RULES)
-@pytest.mark.parametrize(("family", "nodes", "draft_vocab"), [("medusa", 5, 4), ("eagle3", 7, 3), ("eagle3", 4, 4)])
+@pytest.mark.parametrize("family", sorted(HEADS))
+@pytest.mark.parametrize(("nodes", "draft_vocab"), [(7, 3), (4, 4)])
 def test_trees_drawn_by_real_heads_give_the_targets_law(
     verify_row: RowRule, family: str, nodes: int, draft_vocab: int
 ) -> None:
