@@ -64,6 +64,48 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class DraftLayer(nn.Module):
+    """A decoder layer without its input norm, in parts: a tree, a chain and training attend each in a way of its own.
+
+    It has as many key-value heads as query heads.
+
+    Args:
+        hidden_size: of the residual stream.
+        input_size: of what queries, keys and values are computed from.
+        num_heads: of attention, each of ``head_dim``.
+        intermediate_size: of the MLP.
+        rms_norm_eps: of the norm before the MLP.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        input_size: int,
+        num_heads: int,
+        head_dim: int,
+        intermediate_size: int,
+        rms_norm_eps: float,
+    ):
+        super().__init__()
+        inner = num_heads * head_dim
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=rms_norm_eps)
+        self.q_proj = nn.Linear(input_size, inner, bias=False)
+        self.k_proj = nn.Linear(input_size, inner, bias=False)
+        self.v_proj = nn.Linear(input_size, inner, bias=False)
+        self.o_proj = nn.Linear(inner, hidden_size, bias=False)
+        self.mlp = GatedMLP(hidden_size, intermediate_size)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """``[B, T, heads * D] -> [B, heads, T, D]``."""
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Output projection and MLP on top of ``residual [..., H]``: ``attended [..., heads * D]`` to ``[..., H]``."""
+        hidden = residual + self.o_proj(attended)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
 def unit_scale(states: Tensor) -> float:
     """Root mean square over all entries: what states are divided by to have scale one."""
     return states.float().pow(2).mean().clamp_min(1e-12).sqrt().item()

@@ -6,10 +6,84 @@ arXiv 2503.01840, section 3.2; HASS, arXiv 2408.15766).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 from torch import Tensor
 
 from mtp.heads.base import TrainingBatch
+from mtp.heads.layers import DraftLayer, Rotary
+
+
+@dataclass(frozen=True)
+class Bases:
+    """The positions of a batch from which some step's guess is trained.
+
+    Attributes:
+        grid: ``[B, P]`` them, as one range a row; past a row's last any valid position.
+        place: two index vectors ``[M]``: where in the grid the M real ones are.  All work but attention itself is done
+            on these.
+        rows: ``[M]`` the batch row of each.
+        positions: ``[M]`` the token position of each.
+    """
+
+    grid: Tensor
+    place: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, batch: TrainingBatch, steps: int) -> Self:
+        """Those from which one of the first ``steps`` steps is trained."""
+        ranges = base_ranges(batch, steps)
+        rows, columns = (ranges >= 0).nonzero(as_tuple=True)
+        # The last token of a row has no entry: an entry holds the token after its position.
+        return cls(ranges.clamp(0, batch.states.tokens.shape[1] - 2), (rows, columns))
+
+    @property
+    def rows(self) -> Tensor:
+        return self.place[0]
+
+    @property
+    def positions(self) -> Tensor:
+        return self.grid[self.place]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """``[M, C]`` put at their places into zeros ``[B, P, C]``."""
+        return x.new_zeros(*self.grid.shape, x.shape[1]).index_put(self.place, x)
+
+
+class UnrolledAttention:
+    """Attention of the steps at each base position: to the true entries up to it, and to its own of earlier steps.
+
+    Args:
+        layer: the draft layer.
+        rotary: its positions.
+        entries: ``[B, T, I]`` the layer's input at every position, the true tokens' entries.
+        bases: where steps are unrolled from.
+    """
+
+    def __init__(self, layer: DraftLayer, rotary: Rotary, entries: Tensor, bases: Bases):
+        self.layer, self.rotary, self.bases = layer, rotary, bases
+        everywhere = torch.arange(entries.shape[1], device=entries.device)[None]
+        key = layer.split_heads(layer.k_proj(entries))
+        (self.key,) = rotary(everywhere, key)
+        self.value = layer.split_heads(layer.v_proj(entries))
+        self.visible = everywhere[:, None] <= bases.grid[:, :, None]
+        self.own_keys: list[Tensor] = []
+        self.own_values: list[Tensor] = []
+
+    def add_own(self, x: Tensor, step: int) -> None:
+        """Enter ``x [M, I]``, the input of a step from 1 on; later steps at the same base see it."""
+        key = self.layer.split_heads(self.bases.spread(self.layer.k_proj(x)))
+        self.own_keys.extend(self.rotary(self.bases.grid + step, key))
+        self.own_values.append(self.layer.split_heads(self.bases.spread(self.layer.v_proj(x))))
+
+    def __call__(self, x: Tensor, step: int) -> Tensor:
+        """``[M, heads * D]`` what the layer's inputs ``x [M, I]`` attend to at a step."""
+        query = self.layer.split_heads(self.bases.spread(self.layer.q_proj(x)))
+        (query,) = self.rotary(self.bases.grid + step, query)
+        attended = attend_with_own(query, self.key, self.value, self.visible, self.own_keys, self.own_values)
+        return attended[self.bases.place]
 
 
 def base_ranges(batch: TrainingBatch, steps: int) -> Tensor:
@@ -22,11 +96,6 @@ def base_ranges(batch: TrainingBatch, steps: int) -> Tensor:
     length = max(int((last - first).max()) + 1, 1)
     bases = first + torch.arange(length, device=wanted.device)
     return torch.where(bases <= last, bases, -1)
-
-
-def spread(x: Tensor, place: tuple[Tensor, ...], like: Tensor) -> Tensor:
-    """``x [M, C]`` put at ``place`` into zeros ``[B, P, C]``, where ``like`` is ``[B, P]``."""
-    return x.new_zeros(*like.shape, x.shape[1]).index_put(place, x)
 
 
 def attend_with_own(
