@@ -15,7 +15,7 @@ pending, slot k has position ``t + 1 + k`` and guesses token ``t + 2 + k``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -27,10 +27,11 @@ from mtp.attention import AttentionPass, attend
 from mtp.cache import TreeCache
 from mtp.drafters.base import Budget, Draw, TargetStates
 from mtp.growth import BestFirstGrowth, drawn_widths
+from mtp.heads.autoregressive import layer_sizes
 from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
 from mtp.heads.blockfit import BlockFit
-from mtp.heads.layers import GatedMLP, Rotary, gather_positions, rope_parameters
-from mtp.heads.unrolling import attend_with_block, base_ranges, spread
+from mtp.heads.layers import DraftLayer, Rotary, gather_positions
+from mtp.heads.unrolling import Bases, attend_with_block
 from mtp.packing import PackedLinears
 from mtp.target import Target
 from mtp.tree import TokenTree
@@ -66,29 +67,13 @@ class BlockConfig(HeadConfig):
                 raise ValueError(f"A block drafter needs {name} of at least {least}; found {found}.")
 
 
-class BlockLayer(nn.Module):
+class BlockLayer(DraftLayer):
     """A decoder layer of the drafter, whose slots also attend to the target's states."""
 
     def __init__(self, config: BlockConfig):
-        super().__init__()
-        hidden, inner = config.hidden_size, config.num_heads * config.head_dim
-        self.num_heads, self.head_dim = config.num_heads, config.head_dim
-        self.input_layernorm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
-        self.q_proj = nn.Linear(hidden, inner, bias=False)
-        self.k_proj = nn.Linear(hidden, inner, bias=False)
-        self.v_proj = nn.Linear(hidden, inner, bias=False)
-        self.o_proj = nn.Linear(inner, hidden, bias=False)
-        self.mlp = GatedMLP(hidden, config.intermediate_size)
-
-    def split_heads(self, x: Tensor) -> Tensor:
-        """``[B, ..., heads * D] -> [B, heads, ..., D]``."""
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).movedim(-2, 1)
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Residual, output projection and MLP: ``hidden [..., H]``, ``attended [..., heads * D]`` to ``[..., H]``."""
-        hidden = hidden + self.o_proj(attended)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(hidden, hidden, config.num_heads, config.head_dim, config.intermediate_size, eps)
+        self.input_layernorm = nn.RMSNorm(hidden, eps=eps)
 
 
 @dataclass
@@ -134,16 +119,10 @@ class BlockHead(Head):
 
     @classmethod
     def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
-        text = target.config
-        heads = text.num_attention_heads
-        defaults: dict[str, Any] = {
+        defaults = {
             "taps": target.default_taps(),
-            "num_heads": heads,
-            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
-            "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            "max_positions": target.max_positions or BlockConfig.max_positions,
-            "rope_parameters": rope_parameters(target),
             "markov_rank": min(BlockConfig.markov_rank, target.hidden_size),
+            **layer_sizes(target),
         }
         config = BlockConfig(
             hidden_size=target.hidden_size,
@@ -154,6 +133,11 @@ class BlockHead(Head):
         head = cls(config).to(target.device).attach(target)
         head.set_draft_vocabulary(draft_ids)
         return head
+
+    def _layers(self) -> Iterator[BlockLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, BlockLayer)
+            yield layer
 
     def context(self, states: TargetStates) -> Tensor:
         """``[B, T, H]``: the target's tapped and final states as one feature a position."""
@@ -199,29 +183,23 @@ class BlockHead(Head):
         context = self.context(states)
         seen = self.context_norm(context)
         everywhere = torch.arange(context.shape[1], device=context.device)[None]
-        ranges = base_ranges(batch, min(steps, slots))
-        bases = ranges.clamp(0, context.shape[1] - 1)
-        place = (ranges >= 0).nonzero(as_tuple=True)
-        rows, positions = place[0], bases[place]
-        visible = everywhere[:, None] <= bases[:, :, None]
-        ahead = (bases[:, :, None] + 1 + torch.arange(slots, device=bases.device)).flatten(1)
+        bases = Bases.of(batch, min(steps, slots))
+        rows, positions = bases.rows, bases.positions
+        visible = everywhere[:, None] <= bases.grid[:, :, None]
+        ahead = (bases.grid[:, :, None] + 1 + torch.arange(slots, device=rows.device)).flatten(1)
         x = self.open(states.tokens[rows, positions + 1], context[rows, positions])  # [M, K, H]
-        for layer in self.layers:
-            assert isinstance(layer, BlockLayer)
+        for layer in self._layers():
             (key,) = self.rotary(everywhere, layer.split_heads(layer.k_proj(seen)))
             value = layer.split_heads(layer.v_proj(seen))
             own = layer.input_layernorm(x)
             query, own_key, own_value = (
-                layer.split_heads(
-                    spread(project(own).flatten(1), place, bases).unflatten(-1, (slots, -1)).flatten(1, 2)
-                )
+                layer.split_heads(bases.spread(project(own).flatten(1)).unflatten(-1, (slots, -1)).flatten(1, 2))
                 for project in (layer.q_proj, layer.k_proj, layer.v_proj)
             )
             query, own_key = self.rotary(ahead, query, own_key)
-            blocks = (t.unflatten(2, (-1, slots)) for t in (query, own_key, own_value))
-            query, own_key, own_value = blocks
-            attended = attend_with_block(query, key, value, visible, own_key, own_value)
-            x = layer.finish(x, attended[place])
+            block = (states.unflatten(2, (-1, slots)) for states in (query, own_key, own_value))
+            attended = attend_with_block(key, value, visible, *block)
+            x = layer.finish(x, attended[bases.place])
         predictions = []
         for step in range(min(steps, slots)):
             trained = batch.bases(step + 2)[rows, positions]
@@ -250,8 +228,7 @@ class BlockHead(Head):
         output = self.target.output_matrix[self.draft_ids].float() * maps.scale
         self.lm_head.weight.copy_(output)
         self.markov_up.weight.copy_(output @ maps.markov_up)
-        for layer in self.layers:
-            assert isinstance(layer, BlockLayer)
+        for layer in self._layers():
             layer.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
 
@@ -301,8 +278,7 @@ class BlockHead(Head):
         last = (states.counts - 1)[:, None]
         cache.stage(seen.shape[1])
         read = AttentionPass.over_chain(seen.shape[1], cache.lengths, cache.start)
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, BlockLayer)
+        for index, layer in enumerate(self._layers()):
             (key,) = self.rotary(read.positions, layer.split_heads(layer.k_proj(seen)))
             cache.update(key, layer.split_heads(layer.v_proj(seen)), index)
         everything = torch.arange(seen.shape[1], device=seen.device).expand(seen.shape[0], -1)
@@ -314,8 +290,7 @@ class BlockHead(Head):
         positions = cache.lengths[:, None] + torch.arange(slots, device=x.device)
         together = torch.ones(batch, slots, slots, dtype=torch.bool, device=x.device)
         mask = AttentionPass(cache.lengths, cache.start, positions, together, positions).mask(None, x.device)
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, BlockLayer)
+        for index, layer in enumerate(self._layers()):
             own = layer.input_layernorm(x)
             query, key = (layer.split_heads(project(own)) for project in (layer.q_proj, layer.k_proj))
             query, key = self.rotary(positions, query, key)

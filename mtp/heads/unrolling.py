@@ -115,14 +115,14 @@ def attend_with_own(
 
 
 def attend_with_block(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, block_key: Tensor, block_value: Tensor
+    key: Tensor, value: Tensor, visible: Tensor, query: Tensor, block_key: Tensor, block_value: Tensor
 ) -> Tensor:
     """Attention of every base position's block to the text before it and to the whole of itself.
 
     Args:
-        query: ``[B, h, P, K, D]`` of K slots for each of P base positions; ``block_key``, ``block_value`` likewise.
         key: ``[B, h, T, D]``, and ``value``: of the text.
         visible: ``[B, P, T]`` which of it each base position sees.
+        query: ``[B, h, P, K, D]`` of K slots for each of P base positions; ``block_key``, ``block_value`` likewise.
 
     Returns:
         ``[B, P, K, h * D]``.
