@@ -140,6 +140,10 @@ class Target:
             token_ids = token_ids.to(weight.device)
             bias = None if layer.bias is None else layer.bias[token_ids]
             logits = torch.nn.functional.linear(hidden.to(weight), weight[token_ids], bias)
+        return self.scale_logits(logits)
+
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """What the target makes of the products of hidden states with its output matrix."""
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
             logits = cap * torch.tanh(logits / cap)
         if (scale := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
@@ -223,7 +227,7 @@ class Target:
             stack.enter_context(attention.active())
             stack.enter_context(self._packed.active())
             if not self._own_attention:
-                stack.enter_context(_attention_implementation(self._configs, ATTENTION_NAME))
+                stack.enter_context(attention_implementation(self._configs, ATTENTION_NAME))
             stack.enter_context(_evaluation_mode(self.causal_lm))
             for layer in taps:
                 stack.callback(self._tap(layer, captured).remove)
@@ -270,7 +274,8 @@ class Target:
 
 
 @contextmanager
-def _attention_implementation(configs: list[Any], name: str) -> Iterator[None]:
+def attention_implementation(configs: list[Any], name: str) -> Iterator[None]:
+    """Within the block, modules with these configs attend through the function registered under ``name``."""
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
         config._attn_implementation_internal = name

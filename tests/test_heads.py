@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtp.attention import AttentionPass
-from mtp.drafters import TargetStates
+from mtp.drafters import Budget, TargetStates
 from mtp.heads import HEADS, Head, TrainingBatch
 from mtp.model import SpeculativeModel, speculate
 from mtp.target import Target
@@ -66,6 +66,33 @@ def test_padding_and_batch_neighbours_change_no_prediction(family: str, target: 
     together = head.unroll(batch_of(target, head, [TWO_TURNS, short]), 3)
     for one, both in zip(alone, together, strict=True):
         torch.testing.assert_close(one.logits, both.logits[both.rows == 1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_head_is_trained_on_is_what_it_drafts(family: str, architecture: str) -> None:
+    """The log-probabilities along a path of its tree are those of the unrolled steps, had the text gone that way."""
+    target = tiny_target(architecture)
+    head = tiny_head(family, target)
+    ids = torch.tensor(random_prompts([9, 9], seed=3))
+    hidden, taps = target.encode(ids, head.taps)
+    counts = torch.tensor([8, 6])  # ragged; the token behind each is pending
+    head.start(TargetStates(ids[:, :8], hidden[:, :8], None if taps is None else taps[:, :8], counts), capacity=64)
+    tree = head.propose(ids.gather(1, counts[:, None])[:, 0], Budget(24))
+    assert tree.log_q is not None
+    for row, count in enumerate(counts.tolist()):
+        depths = tree.depths[row].clamp_max(head.config.steps)
+        node = int(depths.argmax())
+        path = [at for at in range(tree.num_nodes) if tree.ancestor_mask()[row, node, at]]
+        text = Row(tuple(ids[row, :count].tolist()), tuple(tree.tokens[row, path].tolist()))
+        for step, prediction in enumerate(head.unroll(batch_of(target, head, [text]), len(path) - 1)):
+            here = prediction.positions == count + step
+            index = int((head.draft_ids == tree.tokens[row, path[step + 1]]).nonzero())
+            expected = prediction.logits[here][0].log_softmax(-1)[index]
+            if prediction.confidence is not None:
+                expected = torch.logit(expected.exp()).add(prediction.confidence[here][0]).sigmoid().log()
+            torch.testing.assert_close(tree.log_q[row, path[step + 1]], expected, atol=1e-4, rtol=1e-4)
+        assert len(path) > 2
 
 
 def test_eagle3_unrolled_steps_equal_what_decoding_computes_along_the_same_tokens(target: Target) -> None:

@@ -142,8 +142,8 @@ class Trainer:
             "accuracy": accuracy,
             "positions": len(predictions[0].rows),
         }
-        if confidence_losses:  # on weights of its own: no weighing against the rest is needed
-            total = total + sum(confidence_losses)
+        if confidence_losses:  # on weights of its own, so that it takes nothing from the rest
+            total = total + sum(w * loss for w, loss in zip(weights, confidence_losses, strict=True)) / sum(weights)
             metrics["confidence_loss"] = [round(loss.item(), 4) for loss in confidence_losses]
         return total, metrics
 

@@ -62,4 +62,4 @@ def confidence_loss(log_probs: Tensor, ids: Tensor, confidence: Tensor, tokens: 
     best = log_probs.detach().float().topk(min(guesses, log_probs.shape[-1]), dim=-1)
     logits = torch.logit(best.values.exp(), eps=1e-6) + confidence.float()[:, None]
     came = (ids[best.indices] == tokens[:, None]).float()
-    return F.binary_cross_entropy_with_logits(logits, came, reduction="none").sum(-1)
+    return F.binary_cross_entropy_with_logits(logits, came, reduction="none").mean(-1)

@@ -6,8 +6,9 @@ from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
 from mtp.heads.block import BlockHead
 from mtp.heads.eagle3 import Eagle3Head
 from mtp.heads.medusa import MedusaHead
+from mtp.heads.mtp_module import MtpModuleHead
 
-HEADS: dict[str, type[Head]] = {head.family: head for head in (BlockHead, Eagle3Head, MedusaHead)}
+HEADS: dict[str, type[Head]] = {head.family: head for head in (BlockHead, Eagle3Head, MedusaHead, MtpModuleHead)}
 
 
 def head_class(family: str) -> type[Head]:

@@ -122,6 +122,11 @@ class Head(nn.Module, Drafter):
     def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
         """A fresh head for ``target``, with sizes taken from it where ``sizes`` does not say otherwise."""
 
+    @classmethod
+    def restore(cls, config: HeadConfig, target: Target) -> Self:
+        """A head of these sizes whose weights are loaded next; ``target`` is for families that borrow its layers."""
+        return cls(config)
+
     @property
     def target(self) -> Target:
         if not self._target:

@@ -99,15 +99,24 @@ def base_ranges(batch: TrainingBatch, steps: int) -> Tensor:
 
 
 def attend_with_own(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, own_keys: list[Tensor], own_values: list[Tensor]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    own_keys: list[Tensor],
+    own_values: list[Tensor],
+    scaling: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of ``query [B, h, P, D]`` to ``key [B, h, T, D]`` where ``visible [B, P, T]``, and to the key of the
-    same index p in each of ``own_keys``.  Returns ``[B, P, h * D]``."""
-    scaling = query.shape[-1] ** -0.5
-    shared = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible[:, None], float("-inf"))
-    own = [(query * k).sum(-1, keepdim=True) * scaling for k in own_keys]
-    weights = torch.cat([shared, *own], dim=-1).softmax(-1)
+    same index p in each of ``own_keys``.  Returns ``[B, P, h * D]``.  For ``softcap`` see ``mtp.attention.attend``."""
+    query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.cat([query @ key.transpose(2, 3), *((query * k).sum(-1, keepdim=True) for k in own_keys)], dim=-1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     length = key.shape[2]
+    scores[..., :length].masked_fill_(~visible[:, None], float("-inf"))
+    weights = scores.softmax(-1)
     out = weights[..., :length] @ value
     for at, v in enumerate(own_values):
         out = out + weights[..., length + at, None] * v
