@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from mtp.drafters.base import Budget, Draw
 from mtp.tree import TokenTree
@@ -52,11 +53,20 @@ class BestFirstGrowth:
         self._open_mask = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)
         self._count = 0
 
-    def add(self, log_probs: Tensor, draft_ids: Tensor, draw: Draw | None = None) -> None:
-        """Take in what the expanded nodes predict: ``log_probs [B, W, Vd]`` over ``draft_ids [Vd]``."""
+    def add(
+        self, log_probs: Tensor, draft_ids: Tensor, draw: Draw | None = None, confidence: Tensor | None = None
+    ) -> None:
+        """Take in what the expanded nodes predict: ``log_probs [B, W, Vd]`` over ``draft_ids [Vd]``.
+
+        Args:
+            confidence: ``[B, W]`` what the drafter adds to the logits of its likeliest children's probabilities, to
+                say how far it believes them; their order stays.
+        """
         count = min(self.width, log_probs.shape[-1])
         if draw is None:
             log_q, choice = log_probs.topk(count, dim=-1)
+            if confidence is not None:
+                log_q = F.logsigmoid(torch.logit(log_q.exp(), eps=1e-6) + confidence[..., None])
         else:
             choice = draw.children(log_probs, count)
             log_q = log_probs.gather(-1, choice)

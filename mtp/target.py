@@ -296,7 +296,7 @@ class Target:
             stack.enter_context(attention.active())
             stack.enter_context(self._packed.active())
             if not self._own_attention:
-                stack.enter_context(_attention_implementation(self._configs, ATTENTION_NAME))
+                stack.enter_context(attention_implementation(self._configs, ATTENTION_NAME))
             stack.enter_context(_evaluation_mode(self.causal_lm))
             stack.enter_context(self._without(skip))
             for layer in taps:
@@ -345,7 +345,8 @@ class Target:
 
 
 @contextmanager
-def _attention_implementation(configs: list[Any], name: str) -> Iterator[None]:
+def attention_implementation(configs: list[Any], name: str) -> Iterator[None]:
+    """Within the block, modules with these configs attend through the function registered under ``name``."""
     before = [config._attn_implementation_internal for config in configs]
     for config in configs:
         config._attn_implementation_internal = name

@@ -129,16 +129,18 @@ def test_text_is_the_targets_whatever_the_planner_decides(
         assert torch.equal(model.generate(**batch, nodes="auto", **settings), expected)
 
 
-def test_a_head_that_rested_proposes_what_one_that_did_not_proposes() -> None:
+@pytest.mark.parametrize("family", sorted(HEADS))
+def test_a_head_that_rested_proposes_what_one_that_did_not_proposes(family: str) -> None:
     """Rounds decoded plainly are read together at the next proposal."""
     target = tiny_target()
     ids = torch.tensor([FOUR[1], FOUR[1][::-1]])
-    steady, rested = (tiny_head("eagle3", target) for _ in range(2))
+    steady, rested = (tiny_head(family, target) for _ in range(2))
     hidden, taps = target.encode(ids, steady.taps)
 
     def states(first: int, counts: list[int]) -> TargetStates:
         last = first + max(counts)
-        return TargetStates(ids[:, first:last], hidden[:, first:last], taps[:, first:last], torch.tensor(counts))
+        tapped = None if taps is None else taps[:, first:last]
+        return TargetStates(ids[:, first:last], hidden[:, first:last], tapped, torch.tensor(counts))
 
     for head in (steady, rested):
         head.start(states(0, [4, 4]), 32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtp.attention import AttentionPass
-from mtp.drafters import TargetStates
+from mtp.drafters import Budget, TargetStates
 from mtp.heads import HEADS, Head, TrainingBatch
 from mtp.heads.growing import GrowingHead
 from mtp.model import SpeculativeModel, speculate
@@ -20,7 +20,12 @@ from train.losses import soft_cross_entropy
 
 FAMILIES = sorted(HEADS)
 GROWING = [family for family in FAMILIES if issubclass(HEADS[family], GrowingHead)]
-ATTENDING = [family for family in FAMILIES if "rope_parameters" in HEADS[family].config_class.__dataclass_fields__]
+# An MTP module turns with the target's own tables.
+ATTENDING = [
+    family
+    for family in FAMILIES
+    if family != "mtp" and "rope_parameters" in HEADS[family].config_class.__dataclass_fields__
+]
 
 # A prompt of two turns, then the answer that is trained: user, assistant, user, assistant.
 TWO_TURNS = Row(prompt_ids=(1, 7, 8, 2, 1, 9, 10, 11, 2, 1, 12, 2, 1), response_ids=(13, 14, 15, 16, 2))
@@ -77,6 +82,33 @@ def test_padding_and_batch_neighbours_change_no_prediction(family: str, target: 
         torch.testing.assert_close(one.logits, both.logits[both.rows == 1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_head_is_trained_on_is_what_it_drafts(family: str, architecture: str) -> None:
+    """The log-probabilities along a path of its tree are those of the unrolled steps, had the text gone that way."""
+    target = tiny_target(architecture)
+    head = tiny_head(family, target)
+    ids = torch.tensor(random_prompts([9, 9], seed=3))
+    hidden, taps = target.encode(ids, head.taps)
+    counts = torch.tensor([8, 6])  # ragged; the token behind each is pending
+    head.start(TargetStates(ids[:, :8], hidden[:, :8], None if taps is None else taps[:, :8], counts), capacity=64)
+    tree = head.propose(ids.gather(1, counts[:, None])[:, 0], Budget(24))
+    assert tree.log_q is not None
+    for row, count in enumerate(counts.tolist()):
+        depths = tree.depths[row].clamp_max(head.config.steps)
+        node = int(depths.argmax())
+        path = [at for at in range(tree.num_nodes) if tree.ancestor_mask()[row, node, at]]
+        text = Row(tuple(ids[row, :count].tolist()), tuple(tree.tokens[row, path].tolist()))
+        for step, prediction in enumerate(head.unroll(batch_of(target, head, [text]), len(path) - 1)):
+            here = prediction.positions == count + step
+            index = int((head.draft_ids == tree.tokens[row, path[step + 1]]).nonzero())
+            expected = prediction.logits[here][0].log_softmax(-1)[index]
+            if prediction.confidence is not None:
+                expected = torch.logit(expected.exp()).add(prediction.confidence[here][0]).sigmoid().log()
+            torch.testing.assert_close(tree.log_q[row, path[step + 1]], expected, atol=1e-4, rtol=1e-4)
+        assert len(path) > 2
+
+
 @pytest.mark.parametrize("family", GROWING)
 def test_unrolled_steps_equal_what_decoding_computes_along_the_same_tokens(family: str, target: Target) -> None:
     head = tiny_head(family, target)
@@ -124,7 +156,7 @@ def test_a_head_trained_to_convergence_on_one_sample_is_accepted_nearly_always(f
     answer = model.generate(**padded(prompt), max_new_tokens=24, do_sample=False)[0, 6:].tolist()
     target = Target(model)
     steps = 3
-    head = tiny_head(family, target, nodes=24, steps=steps).train()
+    head = tiny_head(family, target, nodes=64, steps=steps).train()
     batch = batch_of(target, head, [Row(tuple(prompt[0]), tuple(answer))])
     optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
     for _ in range(150):
@@ -136,7 +168,7 @@ def test_a_head_trained_to_convergence_on_one_sample_is_accepted_nearly_always(f
         loss.backward()
         optimizer.step()
     output = SpeculativeModel(target, head.eval()).generate(
-        **padded(prompt), max_new_tokens=24, do_sample=False, nodes=24, return_dict_in_generate=True
+        **padded(prompt), max_new_tokens=24, do_sample=False, nodes=64, return_dict_in_generate=True
     )
     assert output.sequences[0, 6:].tolist() == answer
     # 23 tokens after the first, in rounds of at most steps + 1.

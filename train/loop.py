@@ -28,7 +28,7 @@ from train.config import RunConfig, to_dict
 from train.data import DataError, length_batches
 from train.evaluate import decode_acceptance, held_out_metrics, labels_of, teacher_probs
 from train.features import FeatureSource
-from train.losses import mixture, step_weights
+from train.losses import confidence_loss, mixture, step_weights
 from train.processes import ALONE, Share, copy_weights, engine, prepare_engine, trained_copy
 from train.target import ShardedTarget
 
@@ -160,17 +160,20 @@ class Trainer:
     def _head_loss(self, batch: TrainingBatch, predictions: list[Prediction], counts: Tensor) -> tuple[Tensor, Tensor]:
         """``_loss`` of what the head predicted for ``batch``."""
         teacher = teacher_probs(self.head, batch)
-        losses, hits = [], []
+        losses, objectives, hits = [], [], []
         for prediction in predictions:
             labels = labels_of(self.head, batch, prediction, teacher)
-            losses.append(mixture(self.config.optim.loss, prediction, labels).sum())
+            loss = mixture(self.config.optim.loss, prediction, labels).sum()
+            losses.append(loss.detach())
+            # A confidence output has weights of its own, so that it takes nothing from the rest.
+            objectives.append(loss + confidence_loss(prediction, labels).sum())
             hits.append((prediction.logits.detach().argmax(-1) == labels.tokens).sum())
         weights = step_weights(self.config.optim.step_weight, len(losses))
-        means = [loss / max(count, 1) for loss, count in zip(losses, counts.tolist(), strict=True)]
+        means = [each / max(count, 1) for each, count in zip(objectives, counts.tolist(), strict=True)]
         # Gradients are averaged over the batches of a process and over processes, but the means are sums already.
         total = self.step_batches * torch.stack([w * mean for w, mean in zip(weights, means, strict=True)]).sum()
         made = hits[0].new_tensor([len(prediction.rows) for prediction in predictions])
-        return total, torch.stack([torch.stack(losses).detach(), torch.stack(hits), made])
+        return total, torch.stack([torch.stack(losses), torch.stack(hits), made])
 
     def _sum_over_processes(self, sums: Tensor) -> Tensor:
         """``[3, steps]`` of all processes; on the same occasion they agree whether any of them was asked to stop."""

@@ -176,3 +176,18 @@ class _SoftCrossEntropy(torch.autograd.Function):
         mass = target_probs.sum(-1, keepdim=True)
         difference = torch.softmax(full_precision(logits), dim=-1).mul_(mass).sub_(target_probs)
         return difference.mul_(gradient[:, None]).to(logits.dtype), None
+
+
+def confidence_loss(prediction: Prediction, labels: Labels, guesses: int = 4) -> Tensor:
+    """``[M]`` how well a head knows which of its guesses will be accepted; zeros for one without a confidence output.
+
+    Binary cross-entropy of each of its likeliest guesses being the token that came; the probability it holds to is its
+    own, moved by its confidence output.  No gradient flows into the guesses themselves.
+    """
+    if prediction.confidence is None:
+        return prediction.logits.new_zeros(len(prediction.logits), dtype=torch.float32)
+    logits = full_precision(prediction.logits.detach())
+    best = logits.log_softmax(-1).topk(min(guesses, logits.shape[-1]), dim=-1)
+    doubted = torch.logit(best.values.exp(), eps=1e-6) + full_precision(prediction.confidence)[:, None]
+    came = (best.indices == labels.tokens[:, None]).to(doubted)
+    return F.binary_cross_entropy_with_logits(doubted, came, reduction="none").mean(-1)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
+from mtp.heads.block import BlockHead
 from mtp.heads.eagle import EagleHead
 from mtp.heads.eagle3 import Eagle3Head
 from mtp.heads.hydra import HydraHead, HydraPlusHead
 from mtp.heads.medusa import MedusaHead
+from mtp.heads.mtp_module import MtpModuleHead
 from mtp.heads.recurrent import RecurrentHead
 
-FAMILIES: tuple[type[Head], ...] = (EagleHead, Eagle3Head, HydraHead, HydraPlusHead, MedusaHead, RecurrentHead)
+FAMILIES: tuple[type[Head], ...] = (
+    BlockHead,
+    EagleHead,
+    Eagle3Head,
+    HydraHead,
+    HydraPlusHead,
+    MedusaHead,
+    MtpModuleHead,
+    RecurrentHead,
+)
 HEADS: dict[str, type[Head]] = {head.family: head for head in FAMILIES}
 
 

@@ -26,12 +26,15 @@ class Prediction:
             over the token at ``positions + 1`` given everything up to ``positions``.
         hidden: ``[M, H]`` what each prediction takes the target's last hidden state at ``positions`` to be; None in
             families that make no such estimate.
+        confidence: ``[M]`` what the head adds to the logit of a guess's probability to make it that of being
+            accepted; None for heads that take their probabilities as they are.
     """
 
     logits: Tensor
     rows: Tensor
     positions: Tensor
     hidden: Tensor | None = None
+    confidence: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,11 @@ class Head(nn.Module, Drafter):
     @abstractmethod
     def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
         """A fresh head for ``target``, with sizes taken from it where ``sizes`` does not say otherwise."""
+
+    @classmethod
+    def restore(cls, config: HeadConfig, target: Target) -> Self:
+        """A head of these sizes whose weights are loaded next; ``target`` is for families that borrow its layers."""
+        return cls(config)
 
     @property
     def target(self) -> Target:

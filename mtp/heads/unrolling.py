@@ -99,19 +99,52 @@ def base_ranges(batch: TrainingBatch, steps: int) -> Tensor:
 
 
 def attend_with_own(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, own_keys: list[Tensor], own_values: list[Tensor]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    own_keys: list[Tensor],
+    own_values: list[Tensor],
+    scaling: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of ``query [B, h, P, D]`` to ``key [B, h, T, D]`` where ``visible [B, P, T]``, and to the key of the
-    same index p in each of ``own_keys``.  Returns ``[B, P, h * D]``."""
-    scaling = query.shape[-1] ** -0.5
-    shared = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible[:, None], float("-inf"))
-    own = [(query * k).sum(-1, keepdim=True) * scaling for k in own_keys]
-    weights = torch.cat([shared, *own], dim=-1).softmax(-1)
+    same index p in each of ``own_keys``.  Returns ``[B, P, h * D]``.  For ``softcap`` see ``mtp.attention.attend``."""
+    query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.cat([query @ key.transpose(2, 3), *((query * k).sum(-1, keepdim=True) for k in own_keys)], dim=-1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     length = key.shape[2]
+    scores[..., :length].masked_fill_(~visible[:, None], float("-inf"))
+    weights = scores.softmax(-1)
     out = weights[..., :length] @ value
     for at, v in enumerate(own_values):
         out = out + weights[..., length + at, None] * v
     return out.transpose(1, 2).flatten(2)
+
+
+def attend_with_block(
+    key: Tensor, value: Tensor, visible: Tensor, query: Tensor, block_key: Tensor, block_value: Tensor
+) -> Tensor:
+    """Attention of every base position's block to the text before it and to the whole of itself.
+
+    Args:
+        key: ``[B, h, T, D]``, and ``value``: of the text.
+        visible: ``[B, P, T]`` which of it each base position sees.
+        query: ``[B, h, P, K, D]`` of K slots for each of P base positions; ``block_key``, ``block_value`` likewise.
+
+    Returns:
+        ``[B, P, K, h * D]``.
+    """
+    slots = query.shape[3]
+    query = query * query.shape[-1] ** -0.5
+    shared = (query.flatten(2, 3) @ key.transpose(2, 3)).unflatten(2, (-1, slots))
+    shared = shared.masked_fill(~visible[:, None, :, None], float("-inf"))
+    weights = torch.cat([shared, query @ block_key.transpose(3, 4)], dim=-1).softmax(-1)
+    length = key.shape[2]
+    out = (weights[..., :length].flatten(2, 3) @ value).unflatten(2, (-1, slots))
+    out = out + weights[..., length:] @ block_value
+    return out.permute(0, 2, 3, 1, 4).flatten(3)
 
 
 @torch.no_grad()

@@ -1,0 +1,341 @@
+"""Block drafter: one pass drafts a whole block, however long.
+
+The target's hidden states enter every draft layer as keys and values, and K slots attend to them and to each other
+(DFlash, Chen et al., arXiv 2602.06036).  Slot k guesses the token k + 1 places behind the pending one without knowing
+those in between; a low-rank *Markov bias* on its logits, from the token drafted just before, makes a child depend on
+its parent, and a *confidence* output says how far to believe it (DSpark).  The tree is grown best first from these
+conditional distributions (DDTree, Ringel and Romano): a level costs one low-rank product, not a pass of the drafter.
+
+Here a slot is not a bare mask embedding: it starts from a linear map of the pending token's embedding and of the
+target's last state, which can be fitted by least squares before any gradient step.
+
+Positions.  The context entry at position t holds the target's states at t.  Standing there, with token ``t + 1``
+pending, slot k has position ``t + 1 + k`` and guesses token ``t + 2 + k``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from mtp.attention import AttentionPass, attend, mask_bias
+from mtp.cache import TreeCache
+from mtp.drafters.base import Budget, Draw, TargetStates
+from mtp.growth import BestFirstGrowth, drawn_widths
+from mtp.heads.autoregressive import layer_sizes
+from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
+from mtp.heads.blockfit import BlockFit
+from mtp.heads.layers import DraftLayer, Rotary, gather_positions
+from mtp.heads.unrolling import Bases, attend_with_block
+from mtp.packing import PackedLinears
+from mtp.target import Target
+from mtp.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class BlockConfig(HeadConfig):
+    """Sizes of a block drafter; ``steps`` is the number of slots, and so the depth of its trees.
+
+    Attributes:
+        layers: draft layers.
+        markov_rank: of the bias that a drafted token lays on the guesses at the next.
+        width: children looked at for each node, and nodes expanded a level.
+        calibration: for each depth from 1 on, offset and slope of the logit of being accepted over the logit of the
+            head's own confidence, fitted to held-out text; empty where that was not measured.
+    """
+
+    layers: int = 1
+    num_heads: int = 8
+    head_dim: int = 64
+    intermediate_size: int = 1536
+    rms_norm_eps: float = 1e-6
+    max_positions: int = 8192
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+    markov_rank: int = 128
+    width: int = 6
+    calibration: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("layers", 0), ("markov_rank", 1), ("width", 1)):
+            if (found := getattr(self, name)) < least:
+                raise ValueError(f"A block drafter needs {name} of at least {least}; found {found}.")
+
+
+class BlockLayer(DraftLayer):
+    """A decoder layer of the drafter, whose slots also attend to the target's states."""
+
+    def __init__(self, config: BlockConfig):
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(hidden, hidden, config.num_heads, config.head_dim, config.intermediate_size, eps)
+        self.input_layernorm = nn.RMSNorm(hidden, eps=eps)
+
+
+@dataclass
+class BlockState:
+    """One generation: the context's keys and values, and the target's states that are not among them yet."""
+
+    cache: TreeCache
+    unread: TargetStates | None
+
+
+class BlockHead(Head):
+    """See the module's text."""
+
+    family: ClassVar[str] = "block"
+    config_class: ClassVar[type[HeadConfig]] = BlockConfig
+    config: BlockConfig
+    state: BlockState
+    feature_scale: Tensor
+
+    def __init__(self, config: BlockConfig):
+        super().__init__(config)
+        if not config.taps:
+            raise ValueError("A block drafter reads at least one layer of the target; found taps=().")
+        hidden, features = config.hidden_size, (len(config.taps) + 1) * config.hidden_size
+        self.fc = nn.Linear(features, hidden, bias=False)
+        # As in EAGLE-3: some dimensions of a residual stream are hundreds of times larger than others.
+        self.register_buffer("feature_scale", torch.ones(features))
+        self.context_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.embedding_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.slots = nn.Linear(2 * hidden, config.steps * hidden)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.layers))
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        # The first slot knows the token before its guess, the pending one, by itself.
+        self.markov_down = nn.ModuleList(
+            nn.Linear(hidden, config.markov_rank, bias=False) for _ in range(config.steps - 1)
+        )
+        self.markov_up = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+        self.confidence = nn.Linear(hidden + config.markov_rank, 1)
+        for parameter in self.confidence.parameters():
+            nn.init.zeros_(parameter)
+        self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_positions)
+        self._packed = PackedLinears(self)
+
+    @classmethod
+    def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
+        defaults = {
+            "taps": target.default_taps(),
+            "markov_rank": min(BlockConfig.markov_rank, target.hidden_size),
+            **layer_sizes(target),
+        }
+        config = BlockConfig(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_ids.numel(),
+            **{**defaults, **sizes},
+        )
+        head = cls(config).to(target.device).attach(target)
+        head.set_draft_vocabulary(draft_ids)
+        return head
+
+    def _layers(self) -> Iterator[BlockLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, BlockLayer)
+            yield layer
+
+    def context(self, states: TargetStates) -> Tensor:
+        """``[B, T, H]``: the target's tapped and final states as one feature a position."""
+        assert states.taps is not None
+        features = torch.cat([states.taps, states.hidden], dim=-1)
+        # Under autocast projections give bfloat16; features and slots stay in the weights' own precision.
+        return self.fc(features.to(self.feature_scale.dtype) / self.feature_scale).to(self.fc.weight.dtype)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """``[...] -> [..., H]``: the target's embeddings at unit scale."""
+        embedded: Tensor = self.embedding_norm(self.target.embed(tokens).to(self.fc.weight))
+        return embedded
+
+    def open(self, pending: Tensor, context: Tensor) -> Tensor:
+        """``[..., K, H]``: what the slots start from, given pending tokens ``[...]`` and last features ``[..., H]``."""
+        slots = self.slots(torch.cat([self.embed(pending), context], dim=-1))
+        return slots.unflatten(-1, (self.config.steps, -1)).to(self.fc.weight.dtype)
+
+    def follow(self, logits: Tensor, slot: Tensor, before: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """What slot ``depth`` guesses behind a given token.
+
+        Args:
+            logits: ``[..., Vd]`` of the slot alone; ``slot``: ``[..., H]`` its hidden state.
+            before: ``[...]`` the token that the guess follows.
+
+        Returns:
+            logits ``[..., Vd]`` and confidences ``[...]`` (see ``Prediction``).
+        """
+        if depth == 0:
+            seen = slot.new_zeros(*before.shape, self.config.markov_rank)
+        else:
+            seen = self.markov_down[depth - 1](self.embed(before))
+            logits = logits + self.markov_up(seen)
+        # What the guesses are does not depend on how far they are believed: no gradient flows back from here.
+        heard = torch.cat([slot.expand(*before.shape, -1), seen.to(slot.dtype)], dim=-1).detach()
+        return logits, self.confidence(heard).squeeze(-1)
+
+    # ---- training -------------------------------------------------------------------------------------------------
+
+    def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
+        """Every base position drafts a block, as in decoding; the bias is that of the true token before each guess."""
+        states, slots = batch.states, self.config.steps
+        context = self.context(states)
+        seen = self.context_norm(context)
+        everywhere = torch.arange(context.shape[1], device=context.device)[None]
+        bases = Bases.of(batch, min(steps, slots))
+        rows, positions = bases.rows, bases.positions
+        visible = everywhere[:, None] <= bases.grid[:, :, None]
+        ahead = (bases.grid[:, :, None] + 1 + torch.arange(slots, device=rows.device)).flatten(1)
+        x = self.open(states.tokens[rows, positions + 1], context[rows, positions])  # [M, K, H]
+        for layer in self._layers():
+            (key,) = self.rotary(everywhere, layer.split_heads(layer.k_proj(seen)))
+            value = layer.split_heads(layer.v_proj(seen))
+            own = layer.input_layernorm(x)
+            query, own_key, own_value = (
+                layer.split_heads(bases.spread(project(own).flatten(1)).unflatten(-1, (slots, -1)).flatten(1, 2))
+                for project in (layer.q_proj, layer.k_proj, layer.v_proj)
+            )
+            query, own_key = self.rotary(ahead, query, own_key)
+            block = (states.unflatten(2, (-1, slots)) for states in (query, own_key, own_value))
+            attended = attend_with_block(key, value, visible, *block)
+            x = layer.finish(x, attended[bases.place])
+        predictions = []
+        for step in range(min(steps, slots)):
+            trained = batch.bases(step + 2)[rows, positions]
+            r, p, slot = rows[trained], positions[trained], x[trained, step]
+            logits, confidence = self.follow(self.lm_head(slot), slot, states.tokens[r, p + 1 + step], step)
+            predictions.append(Prediction(logits, r, p + 1 + step, confidence=confidence))
+        return predictions
+
+    @torch.no_grad()
+    def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
+        """Each slot starts as a linear map onto the target's final state before its token; see ``BlockFit``."""
+        width, slots = self.config.hidden_size, self.config.steps
+        for norm in self.modules():
+            if isinstance(norm, nn.RMSNorm):
+                norm.weight.fill_(1.0)
+        fit = BlockFit(width, (len(self.config.taps) + 1) * width, slots, self.fc.weight.device)
+        for batch in batches:
+            fit.add(batch, self.embed)
+        maps = fit.solve(self.config.markov_rank)
+        self.feature_scale.copy_(maps.feature_scale)
+        self.fc.weight.copy_(maps.context * maps.feature_scale)
+        self.slots.weight.copy_(maps.slots.flatten(0, 1))
+        self.slots.bias.zero_()
+        for down, start in zip(self.markov_down, maps.markov_down, strict=True):
+            down.get_parameter("weight").copy_(start)
+        output = self.target.output_rows(self.draft_ids)[0].float() * maps.scale
+        self.lm_head.weight.copy_(output)
+        self.markov_up.weight.copy_(output @ maps.markov_up)
+        for layer in self._layers():
+            layer.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+
+    # ---- decoding -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def start(self, states: TargetStates, capacity: int) -> None:
+        cache = TreeCache(
+            self.config.layers, states.tokens.shape[0], capacity + self.config.steps, self.fc.weight.device
+        )
+        self.state = BlockState(cache, states)
+
+    @torch.no_grad()
+    def observe(self, states: TargetStates) -> None:
+        unread = self.state.unread
+        self.state.unread = states if unread is None else unread.then(states)
+
+    @torch.no_grad()
+    def select_rows(self, rows: Tensor) -> None:
+        cache = self.state.cache
+        cache.select_rows(rows, int(cache.lengths[rows].max()))
+        assert self.state.unread is not None
+        self.state.unread = self.state.unread.select_rows(rows)
+
+    @torch.no_grad()
+    def rewind(self, length: int) -> int:
+        kept = min(length, int(self.state.cache.lengths[0]))
+        self.state.cache.crop(kept)
+        self.state.unread = None
+        return kept
+
+    @torch.no_grad()
+    def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
+        with self._packed.active():
+            block = self._draft(pending)
+            logits = self.lm_head(block)
+            if draw is None:
+                return self._grow_best_first(pending, budget, block, logits)
+            return self._grow_drawn(pending, budget, block, logits, draw)
+
+    def _draft(self, pending: Tensor) -> Tensor:
+        """Enter what was committed since the last call, and draft a block behind it: ``[B, K, H]``."""
+        states, cache = self.state.unread, self.state.cache
+        assert states is not None
+        context = self.context(states)
+        seen = self.context_norm(context)
+        last = (states.counts - 1)[:, None]
+        cache.stage(seen.shape[1])
+        read = AttentionPass.over_chain(seen.shape[1], cache.lengths, cache.start)
+        for index, layer in enumerate(self._layers()):
+            (key,) = self.rotary(read.positions, layer.split_heads(layer.k_proj(seen)))
+            cache.update(key, layer.split_heads(layer.v_proj(seen)), index)
+        everything = torch.arange(seen.shape[1], device=seen.device).expand(seen.shape[0], -1)
+        cache.commit(everything, states.counts, int((cache.lengths + states.counts).max()))
+        self.state.unread = None
+        x = self.open(pending, gather_positions(context, last)[:, 0])
+        batch, slots, _ = x.shape
+        cache.stage(slots)
+        positions = cache.lengths[:, None] + torch.arange(slots, device=x.device)
+        together = torch.ones(batch, slots, slots, dtype=torch.bool, device=x.device)
+        mask = AttentionPass(cache.lengths, cache.start, positions, together, positions).mask(None, x.device)
+        bias = mask_bias(mask, 1, x.dtype)
+        for index, layer in enumerate(self._layers()):
+            own = layer.input_layernorm(x)
+            query, key = (layer.split_heads(project(own)) for project in (layer.q_proj, layer.k_proj))
+            query, key = self.rotary(positions, query, key)
+            key, value = cache.update(key, layer.split_heads(layer.v_proj(own)), index)
+            x = layer.finish(x, attend(query, key, value, bias, self.config.head_dim**-0.5).flatten(2))
+        cache.discard()
+        return x
+
+    def _guess(self, block: Tensor, logits: Tensor, before: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Logits ``[B, W, Vd]`` and confidences ``[B, W]`` of what follows the tokens ``before [B, W]``."""
+        return self.follow(logits[:, depth, None], block[:, depth, None], before, depth)
+
+    def _grow_best_first(self, pending: Tensor, budget: Budget, block: Tensor, logits: Tensor) -> TokenTree:
+        growth = BestFirstGrowth(pending, budget, self.config.width, self._calibrated)
+        before = pending[:, None]
+        for depth in range(self.config.steps):
+            if depth > 0:
+                if not growth.pays_to_go_on():
+                    break
+                before, _, _ = growth.frontier()
+            guess, confidence = self._guess(block, logits, before, depth)
+            growth.add(torch.log_softmax(guess.float(), dim=-1), self.draft_ids, confidence=confidence.float())
+        return growth.tree()
+
+    def _grow_drawn(self, pending: Tensor, budget: Budget, block: Tensor, logits: Tensor, draw: Draw) -> TokenTree:
+        # The shape of a drawn tree must not depend on what is drawn, so costs cannot cut it: it has the head's size.
+        nodes = budget.nodes if budget.costs is None else min(budget.nodes, self.config.nodes)
+        branching, expanded = drawn_widths(nodes, min(self.config.steps, budget.levels or self.config.steps))
+        if not expanded:
+            return TokenTree.root_only(pending)
+        growth = BestFirstGrowth(pending, budget, width=branching)
+        before = pending[:, None]
+        for depth, width in enumerate(expanded):
+            if depth > 0:
+                before, _, _ = growth.frontier(width)
+            growth.add(draw.log_probs(self._guess(block, logits, before, depth)[0]), self.draft_ids, draw)
+        return growth.drawn_tree(self.config.vocab_size)
+
+    def _calibrated(self, log_q: Tensor, depth: int) -> Tensor:
+        """Log-probability of being accepted, from the head's own; see ``BlockConfig.calibration``."""
+        if not self.config.calibration:
+            return log_q
+        offset, slope = self.config.calibration[min(depth, len(self.config.calibration)) - 1]
+        return F.logsigmoid(offset + slope * torch.logit(log_q.exp(), eps=1e-6))
+
+    def set_calibration(self, calibration: tuple[tuple[float, float], ...]) -> None:
+        self.config = replace(self.config, calibration=calibration)
