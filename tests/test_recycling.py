@@ -214,14 +214,15 @@ def test_a_named_drafter_stays_warm_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["walk", "rejection"])
-def test_a_sampled_batch_comes_again_from_its_seed_and_a_drafter_that_has_forgotten(rule: str) -> None:
-    model = SpeculativeModel.from_target(tiny_model(), "recycling")
-    assert isinstance(model.drafter, RecyclingDrafter)
+@pytest.mark.parametrize("name", ["recycling", "head+recycling"])
+def test_a_sampled_batch_comes_again_from_its_seed_and_a_drafter_that_has_forgotten(name: str, rule: str) -> None:
+    target = Target(tiny_model())
+    model = SpeculativeModel(target, tiny_head("eagle3", target))
     texts = []
     for _ in range(2):
-        model.drafter.forget()
+        model.drafter_for(name).forget()
         torch.manual_seed(7)
-        texts.append(generated(model, do_sample=True, rule=rule).sequences)
+        texts.append(generated(model, do_sample=True, rule=rule, drafter=name).sequences)
     assert texts[0].equal(texts[1])
 
 

@@ -184,6 +184,9 @@ class Drafter(ABC):
         Whoever stages something in it has discarded that when ``propose`` returns.
         """
 
+    def forget(self) -> None:  # noqa: B027 - most drafters learn nothing while they draft
+        """Be as new: drop what was learnt from one generation to the next."""
+
     @abstractmethod
     def start(self, states: TargetStates, capacity: int) -> None:
         """Begin a batch.  ``capacity`` is the number of tokens the longest row may reach."""

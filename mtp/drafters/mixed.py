@@ -65,11 +65,19 @@ class MixedDrafter(Drafter):
         self.runs_network = any(part.runs_network for part in parts)
         # What measured costs are kept under: those of a head depend on its sizes.
         self.config = tuple(getattr(part, "config", type(part).__name__) for part in parts)
-        self.reliability = Reliability(groups=2 ** len(parts))
         self._ahead = (0,) * len(parts)
         self._is_ours = True
         self._candidates: Candidates | None = None
+        self._learn_anew()
+
+    def _learn_anew(self) -> None:
+        self.reliability = Reliability(groups=2 ** len(self.parts))
         self._gain = torch.inf  # tokens expected in the time of a plain round, in rounds in which a network is asked
+
+    def forget(self) -> None:
+        self._learn_anew()
+        for part in self.parts:
+            part.forget()
 
     @property
     def state(self) -> MixedState:

@@ -56,7 +56,6 @@ class RecyclingDrafter(Drafter):
         self.forget()
 
     def forget(self) -> None:
-        """Be as new."""
         self.reliability = Reliability()
         # Entry 0 belongs to no token; those of token t are at t + 1.  A confidence of zero stands for no successor.
         self._tokens = torch.zeros(1, self.successors, dtype=torch.int32)
