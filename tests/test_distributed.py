@@ -19,6 +19,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from transformers.utils import is_bitsandbytes_available
 
 from mtp.heads import HEADS
 from tests.killing import MOMENTS
@@ -279,6 +280,12 @@ def test_a_placement_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_placement(load_config(recipe(workshop, tmp_path, *overrides)), processes)
+
+
+@pytest.mark.skipif(is_bitsandbytes_available(), reason="bitsandbytes is installed")
+def test_a_target_is_not_quantised_without_the_library(workshop: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"target\.quantization=int4 needs bitsandbytes"):
+        run_here(workshop, tmp_path, "target.quantization=int4")
 
 
 def test_a_target_spread_over_what_one_process_sees_trains_the_same_head(workshop: Path, tmp_path: Path) -> None:

@@ -50,6 +50,17 @@ class BatchOrder:
         while len(step := list(islice(batches, size))) == size:
             yield step
 
+    def sample(self, positions: int) -> list[list[int]]:
+        """Batches, short rows first, of random rows with at least so many response positions (or of all rows)."""
+        chosen: list[int] = []
+        for index in np.random.default_rng(self.seed).permutation(len(self.rows)).tolist():
+            if positions <= 0:
+                break
+            chosen.append(index)
+            positions -= len(self.rows[index].response_ids)
+        batches = length_batches([len(self.rows[index]) for index in chosen], self.positions, generator=None)
+        return [[chosen[at] for at in batch] for batch in batches]
+
 
 def trained_positions(rows: Sequence[Row], steps: int) -> Tensor:
     """``[steps]`` how many tokens of ``rows`` each unrolled step trains: those of a response from position 2 + s on.

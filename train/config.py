@@ -134,7 +134,8 @@ class OptimConfig:
     Attributes:
         epochs: passes over the training rows.
         batch_positions: token positions of a batch on one device, padding included.
-        accumulate: batches a step.
+        accumulate: batches a step in each process. A run that goes on with another number of processes keeps the
+            batches of a step over all of them.
         lr: peak learning rate (AdamW, linear warm-up, cosine to a tenth).
         warmup: share of all steps.
         loss: weights of the losses to add up (train/losses.py has each); what is not named is left out.

@@ -15,13 +15,41 @@ from mtp.heads import Head, Prediction, TrainingBatch
 from mtp.model import SpeculativeModel
 from mtp.stats import AcceptanceStats
 from mtp.target import Target
+from train.batches import training_batch
 from train.calibrate import Reliability, Watching
-from train.data import Row
+from train.config import RunConfig
+from train.data import Row, length_batches
+from train.features import FeatureSource
 from train.generation import left_padded
 from train.losses import Labels, soft_cross_entropy
 from train.processes import ALONE, Share
 
 RANKS = 10
+
+
+def evaluate(head: Head, held_out: FeatureSource, config: RunConfig, share: Share = ALONE) -> dict[str, Any]:
+    """Losses and decoded acceptance on held-out rows; the head takes over what they say about its confidences.
+
+    Args:
+        share: what this process does of it; every process gets the numbers of all of them.
+    """
+    head.eval()
+    batches = length_batches([len(row) for row in held_out.rows], config.optim.batch_positions, generator=None)
+    ours = (training_batch(held_out, batch) for batch in share.of(batches))
+    metrics = held_out_metrics(head, ours, config.head.steps, share)
+    head.set_rank_accuracy(tuple(tuple(step) for step in metrics["rank_accuracy"]))
+    head.set_calibration(())  # what is measured now is the head's own confidence
+    acceptance = decode_acceptance(
+        held_out.target,
+        head,
+        held_out.rows[: config.eval.rows],
+        max_new_tokens=config.eval.max_new_tokens,
+        batch_size=config.eval.batch_size,
+        share=share,
+    )
+    head.set_calibration(tuple(tuple(curve) for curve in acceptance["calibration"]["curves"]))
+    head.train()
+    return {**acceptance, "held_out": metrics}
 
 
 def teacher_probs(head: Head, batch: TrainingBatch) -> tuple[Tensor, Tensor]:

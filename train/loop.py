@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -25,9 +24,10 @@ from mtp.target import Target
 from train.batches import BatchOrder, trained_positions, training_batch
 from train.checkpoints import Progress, batches_per_step, check_resumable, find_checkpoint, load_state, save_state
 from train.config import RunConfig, to_dict
-from train.data import DataError, length_batches
-from train.evaluate import decode_acceptance, held_out_metrics, labels_of, teacher_probs
+from train.data import DataError
+from train.evaluate import evaluate, labels_of, teacher_probs
 from train.features import FeatureSource
+from train.interrupts import Interrupts
 from train.losses import confidence_loss, mixture, step_weights
 from train.processes import ALONE, Share, copy_weights, engine, prepare_engine, trained_copy
 from train.target import ShardedTarget
@@ -57,7 +57,8 @@ class Trainer:
     held_out: FeatureSource
     tokenizer: Any = None
     progress: Progress = field(default_factory=Progress)
-    _stop_requested: bool = False
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    _stop_agreed: bool = False
 
     def __post_init__(self) -> None:
         self.output = Path(self.config.output)
@@ -80,7 +81,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the end of the recipe (or to an interrupt) and return the last evaluation."""
         self.begin()
-        with self._interruptible(), self._bar() as bar:
+        with self.interrupts, self._bar() as bar:
             for batches in self.order.steps(self.step_batches, self.progress.step):
                 started = time.perf_counter()
                 metrics = self._step(batches)
@@ -177,27 +178,16 @@ class Trainer:
 
     def _sum_over_processes(self, sums: Tensor) -> Tensor:
         """``[3, steps]`` of all processes; on the same occasion they agree whether any of them was asked to stop."""
-        asked = sums.new_full((1,), float(self._stop_requested))
+        asked = sums.new_full((1,), float(self.interrupts.requested))
         total = self.accelerator.reduce(torch.cat([sums.flatten(), asked]), "sum").cpu()
         self._stop_agreed = bool(total[-1] > 0)
         return total[:-1].view_as(sums)
 
     def _warm_start(self) -> None:
-        """Least-squares start on the first batches; every process does the same, so all agree."""
-        wanted = self.config.head.warm_start_positions
-        generator = np.random.default_rng(self.config.optim.seed)
-        order = generator.permutation(len(self.train.rows)).tolist()
-        chosen: list[int] = []
-        positions = 0
-        for index in order:
-            if positions >= wanted:
-                break
-            chosen.append(index)
-            positions += len(self.train.rows[index].response_ids)
-        lengths = [len(self.train.rows[index]) for index in chosen]
-        batches = length_batches(lengths, self.config.optim.batch_positions, generator=None)
+        """Least-squares start on some of the rows; every process does the same, so all agree."""
+        batches = self.order.sample(self.config.head.warm_start_positions)
         bar = tqdm(batches, desc="warm start", unit="batch", disable=not self.accelerator.is_main_process)
-        self.head.warm_start(training_batch(self.train, [chosen[i] for i in batch]) for batch in bar)
+        self.head.warm_start(training_batch(self.train, batch) for batch in bar)
 
     # ---- evaluation and checkpoints -------------------------------------------------------------------------------
 
@@ -207,34 +197,17 @@ class Trainer:
         The best head so far is kept in ``output/best``.
         """
         self._collect_weights()
-        self.head.eval()
         # The processes of a sharded target run each pass together, so all of them do all of the work.
         share = ALONE if isinstance(self.target, ShardedTarget) else self.share
-        lengths = [len(row) for row in self.held_out.rows]
-        batches = share.of(length_batches(lengths, self.config.optim.batch_positions, generator=None))
-        metrics = held_out_metrics(
-            self.head, (training_batch(self.held_out, batch) for batch in batches), self.config.head.steps, share
-        )
-        self.head.set_rank_accuracy(tuple(tuple(step) for step in metrics["rank_accuracy"]))
-        self.head.set_calibration(())  # what is measured now is the head's own confidence
-        acceptance = decode_acceptance(
-            self.target,
-            self.head,
-            self.held_out.rows[: self.config.eval.rows],
-            max_new_tokens=self.config.eval.max_new_tokens,
-            batch_size=self.config.eval.batch_size,
-            share=share,
-        )
-        self.head.set_calibration(tuple(tuple(curve) for curve in acceptance["calibration"]["curves"]))
-        self.head.train()
-        result = {**acceptance, "held_out": metrics, "step": self.progress.step}
+        result = {**evaluate(self.head, self.held_out, self.config, share), "step": self.progress.step}
         self._log({"event": "evaluation", **result})
+        tau, counted = result["mean_accepted_length"], result["held_out"]
         self._say(
-            f"step {self.progress.step}: mean accepted length {acceptance['mean_accepted_length']:.3f} on "
-            f"{acceptance['data']}, held-out loss {metrics['loss']}, accuracy {metrics['accuracy']}"
+            f"step {self.progress.step}: mean accepted length {tau:.3f} on {result['data']}, held-out loss "
+            f"{counted['loss']}, accuracy {counted['accuracy']}"
         )
-        if acceptance["mean_accepted_length"] >= self.progress.best:
-            self.progress.best = acceptance["mean_accepted_length"]
+        if tau >= self.progress.best:
+            self.progress.best = tau
             self._export("best", result)
         self.accelerator.wait_for_everyone()
         return result
@@ -313,12 +286,6 @@ class Trainer:
             disable=not self.accelerator.is_main_process,
         )
 
-    def _interruptible(self) -> _Interrupts:
-        def request() -> None:
-            self._stop_requested = True
-
-        return _Interrupts(request)
-
     def _log(self, values: dict[str, Any]) -> None:
         if not self.accelerator.is_main_process:
             return
@@ -332,24 +299,6 @@ class Trainer:
     def _say(self, message: str) -> None:
         if self.accelerator.is_main_process:
             tqdm.write(message)
-
-
-class _Interrupts:
-    """Within the block, SIGINT and SIGTERM ask for a checkpoint and an end after the current step."""
-
-    def __init__(self, request: Callable[[], None]):
-        self.request = request
-
-    def __enter__(self) -> None:
-        def handle(number: int, frame: Any) -> None:
-            self.request()
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C stops at once
-
-        self.before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def __exit__(self, *exception: Any) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
 
 
 def warmup_cosine(total: int, warmup: int, floor: float = 0.1) -> Callable[[int], float]:

@@ -13,6 +13,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.utils import is_bitsandbytes_available
 
 from mtp.target import Target
 from train.config import AdapterConfig, ConfigError, RunConfig, TargetConfig
@@ -66,6 +67,8 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
 
 
 def _quantization(name: str) -> BitsAndBytesConfig:
+    if not is_bitsandbytes_available():
+        raise ConfigError(f"target.quantization={name} needs bitsandbytes; install it (pip install bitsandbytes).")
     if name == "int4":
         return BitsAndBytesConfig(load_in_4bit=True)
     # Outliers are decided over all tokens of a pass; without them a token's logits do not depend on its neighbours.
