@@ -23,7 +23,8 @@ from train import heads as program
 from train.checkpoints import find_checkpoint, whole_checkpoints
 from train.config import ConfigError, load_config
 from train.data import DataError, draft_vocabulary
-from train.features import CachedFeatures, OnlineFeatures
+from train.feature_cache import CachedFeatures
+from train.features import OnlineFeatures
 from train.loop import Trainer
 
 FAMILIES = sorted(HEADS)
@@ -112,27 +113,6 @@ def test_cached_and_online_features_train_the_same_head(workshop: Path, tmp_path
     one, other = online.train.batch([0, 5]), cached.train.batch([0, 5])
     assert torch.equal(one.tokens, other.tokens)
     torch.testing.assert_close(one.hidden, other.hidden, atol=5e-2, rtol=2e-2)  # the cache keeps bfloat16
-
-
-def test_a_feature_cache_continues_after_an_interrupt_and_never_serves_other_rows(
-    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("train.features.ROWS_A_SHARD", 8)
-    target = mtp.Target(tiny_model(seed=9))
-    rows = program.load_rows(workshop / "rows.jsonl")
-    source = CachedFeatures(target, rows, (1, 2), tmp_path)
-    source.build()
-    shards = sorted(source.folder.glob("*.safetensors"))
-    assert len(shards) == 8
-    before = {path: path.stat().st_mtime_ns for path in shards}
-    shards[3].unlink()
-    source.build()
-    changed = [path for path in shards if path.stat().st_mtime_ns != before[path]]
-    assert changed == [shards[3]]
-    assert CachedFeatures(target, rows[1:], (1, 2), tmp_path).folder != source.folder
-    assert CachedFeatures(target, rows, (1, 3), tmp_path).folder != source.folder
-    other = mtp.Target(tiny_model(seed=10))
-    assert CachedFeatures(other, rows, (1, 2), tmp_path).folder != source.folder
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

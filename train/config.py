@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
+Storage = Literal["bfloat16", "int8"]
 
 
 class ConfigError(ValueError):
@@ -64,11 +65,20 @@ class FeaturesConfig:
         dtype: precision in which the target computes them: ``auto`` is bfloat16 on CPUs that multiply it natively
             (half the time; the target's distributions move by about 1 % in total variation), else the target's own.
             Only a float32 target can compute in another precision than its own.
+        prompt_positions: how much of each prompt the head is shown, in positions before the answer. ``all`` of it is
+            what a head sees when it drafts. ``auto`` is all for heads that attend to the text before (EAGLE), and the
+            few that are needed for those that do not (Medusa): their cache is of the answers alone. A number is a window.
+        storage: precision of the cache; int8 halves it.
+        budget_gb: gigabytes (1e9 bytes) that the cache's folder may take. Caches of other targets or data in it are
+            removed first; what still does not fit is computed anew in every pass. null for no limit but the disk's.
     """
 
     mode: Literal["online", "cached"] = "online"
     folder: str | None = None
     dtype: Precision = "auto"
+    prompt_positions: int | Literal["auto", "all"] = "auto"
+    storage: Storage = "bfloat16"
+    budget_gb: float | None = None
 
 
 @dataclass(frozen=True)

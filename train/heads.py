@@ -18,12 +18,14 @@ from accelerate import Accelerator
 from transformers.utils import logging as transformers_logging
 
 from mtp.fingerprint import fingerprint_mismatch
-from mtp.heads import head_class
+from mtp.heads import Head, head_class
 from mtp.support import UnsupportedTargetError
 from mtp.target import Target
 from train.config import ConfigError, RunConfig, load_config, to_dict
 from train.data import DataError, Row, draft_vocabulary, load_rows, split_rows
-from train.features import CachedFeatures, FeatureSource, OnlineFeatures, resolve_dtype
+from train.estimate import estimate_features
+from train.feature_cache import CachedFeatures, make_room
+from train.features import FeatureSource, OnlineFeatures, resolve_dtype
 from train.loop import Trainer, flatten, seed_everything
 from train.target import load_target, load_tokenizer
 
@@ -82,24 +84,65 @@ def check_origin(config: RunConfig, target: Target) -> None:
         )
 
 
+def prompt_window(config: RunConfig, head: type[Head]) -> int | None:
+    """How many positions of each prompt the head is shown; None for all.
+
+    Raises:
+        ConfigError: for a window from which the answer's first tokens cannot be guessed.
+    """
+    wanted = config.features.prompt_positions
+    needed = config.head.steps + 1  # step s guesses a token from the position s + 2 before it
+    if wanted == "auto":
+        return None if head.attends_to_prompt else needed
+    if wanted == "all":
+        return None
+    if wanted < needed:
+        raise ConfigError(
+            f"features.prompt_positions is {wanted}; with head.steps={config.head.steps} the first tokens of an answer "
+            f"are guessed from {needed} positions before it. Expected at least {needed}, auto or all."
+        )
+    return wanted
+
+
 def feature_sources(
     config: RunConfig,
     accelerator: Accelerator,
     target: Target,
     train: list[Row],
     held_out: list[Row],
-    taps: tuple[int, ...],
+    head: Head,
 ) -> tuple[FeatureSource, FeatureSource]:
     """Where states come from, for training and held-out rows; a cache is complete when this returns."""
     dtype = resolve_dtype(config.features.dtype, target)
+    window = prompt_window(config, type(head))
+    sources: tuple[FeatureSource, FeatureSource]
     if config.features.mode == "online":
-        return OnlineFeatures(target, train, taps, dtype), OnlineFeatures(target, held_out, taps, dtype)
-    root = config.features.folder or str(Path(config.output) / "features")
-    sources = tuple(CachedFeatures(target, rows, taps, root, dtype) for rows in (train, held_out))
-    for source in sources:
-        source.build(accelerator.process_index, accelerator.num_processes)
+        sources = tuple(OnlineFeatures(target, rows, head.taps, dtype, window) for rows in (train, held_out))
+        budgets = [0.0, 0.0]
+    else:
+        caches = [
+            CachedFeatures(target, rows, head.taps, cache_root(config), dtype, window, config.features.storage)
+            for rows in (train, held_out)
+        ]
+        whole = float("inf") if config.features.budget_gb is None else config.features.budget_gb * 1e9
+        # Held-out states are few and read at every evaluation: they come first.
+        spent = sum(map(caches[1].shard_bytes, caches[1].within(whole)))
+        sources, budgets = (caches[0], caches[1]), [whole - spent, whole]
+    if accelerator.is_main_process:
+        logger.info(estimate_features(sources, budgets, accelerator.num_processes).sentence())
+        if config.features.mode == "cached" and config.features.budget_gb is not None:
+            make_room(cache_root(config), caches, whole)
     accelerator.wait_for_everyone()
-    return sources[0], sources[1]
+    for source, budget in zip(sources, budgets, strict=True):
+        if isinstance(source, CachedFeatures):
+            source.build(budget, accelerator.process_index, accelerator.num_processes)
+    accelerator.wait_for_everyone()
+    return sources
+
+
+def cache_root(config: RunConfig) -> Path:
+    """The folder of feature caches."""
+    return Path(config.features.folder or Path(config.output) / "features").expanduser()
 
 
 def build_trainer(config: RunConfig) -> Trainer:
@@ -119,7 +162,7 @@ def build_trainer(config: RunConfig) -> Trainer:
     head = head_class(config.head.family).from_target(
         target, draft_ids.to(target.device), steps=config.head.steps, nodes=config.head.nodes, **config.head.sizes
     )
-    sources = feature_sources(config, accelerator, target, train, held_out, head.taps)
+    sources = feature_sources(config, accelerator, target, train, held_out, head)
     positions = sum(len(row.response_ids) for row in train)
     logger.info(
         "%s head, %.1f M parameters; %d training rows (%d positions), %d held-out rows",

@@ -99,10 +99,12 @@ class Head(nn.Module, Drafter):
 
     Attributes:
         family: the registry's name for it.
+        attends_to_prompt: whether a guess depends on states before the position it is made from.
         draft_ids: ``[Vd]`` target token id of each entry of the draft vocabulary.
     """
 
     family: ClassVar[str]
+    attends_to_prompt: ClassVar[bool] = True
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
     config: HeadConfig
     draft_ids: Tensor
