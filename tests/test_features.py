@@ -17,9 +17,9 @@ from train.data import DataError, Row
 from train.estimate import estimate_features
 from train.feature_cache import CachedFeatures, folder_bytes, make_room
 from train.features import OnlineFeatures, resolve_dtype
-from train.heads import prompt_window
 from train.loop import training_batch
 from train.quantise import dequantise, quantise, unit_of
+from train.sources import prompt_window
 
 
 def target_in(dtype: torch.dtype) -> Target:
@@ -173,16 +173,16 @@ def test_caches_of_others_make_room_when_there_is_a_budget(tmp_path: Path) -> No
 
 def test_the_estimate_counts_what_is_missing_and_what_is_computed_in_each_pass(tmp_path: Path) -> None:
     source = cache(tmp_path)
-    whole = estimate_features([source], [float("inf")])
+    whole = estimate_features({source: float("inf")})
     assert (whole.positions, whole.missing, whole.recomputed) == (sum(map(len, ROWS)), sum(map(len, ROWS)), 0)
     assert whole.disk == source.num_bytes
     source.build()
-    assert estimate_features([source], [float("inf")]).missing == 0
-    half = estimate_features([source], [source.num_bytes / 2])
+    assert estimate_features({source: float("inf")}).missing == 0
+    half = estimate_features({source: source.num_bytes / 2})
     assert 0 < half.disk <= source.num_bytes / 2
     assert "features.budget_gb" in half.sentence()
     assert half.recomputed > 0
-    online = estimate_features([OnlineFeatures(source.target, ROWS, ())], [0.0])
+    online = estimate_features({OnlineFeatures(source.target, ROWS, ()): 0.0})
     assert "nothing on disk" in online.sentence()
 
 
@@ -192,13 +192,13 @@ def test_a_cache_larger_than_the_disk_is_refused_before_anything_is_computed(
     source = cache(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=source.num_bytes))
     with pytest.raises(DataError, match=r"needs 0.00 GB more.*features\.budget_gb="):
-        estimate_features([source], [float("inf")])
+        estimate_features({source: float("inf")})
     assert passes == []
 
 
 def test_the_time_is_estimated_from_a_timed_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.estimate.FEWEST", 0)
-    estimate = estimate_features([OnlineFeatures(target_in(torch.float32), ROWS, ())], [0.0])
+    estimate = estimate_features({OnlineFeatures(target_in(torch.float32), ROWS, ()): 0.0})
     assert estimate.rate > 0
     assert "positions/s" in estimate.sentence()
 
@@ -238,3 +238,20 @@ def test_eight_bits_keep_small_dimensions_beside_large_ones() -> None:
     assert (plain - states)[:, :3].norm() > 10 * (back - states)[:, :3].norm()
     zeros = torch.zeros(2, 4)
     assert torch.equal(dequantise(*quantise(zeros, unit_of(zeros)), unit_of(zeros)), zeros)
+
+
+def test_a_budget_of_nothing_is_refused() -> None:
+    config = RunConfig(features=FeaturesConfig(mode="cached", budget_gb=0.0))
+    target = target_in(torch.float32)
+    with pytest.raises(ConfigError, match=r"features\.budget_gb is 0; expected more than 0"):
+        plan_sources(config, target, tiny_head("medusa", target), ROWS, ROWS[:2])
+
+
+def test_held_out_states_come_first_in_a_budget(tmp_path: Path) -> None:
+    target = target_in(torch.float32)
+    config = RunConfig(features=FeaturesConfig(mode="cached", budget_gb=3e-5), output=str(tmp_path))
+    sources = plan_sources(config, target, tiny_head("eagle3", target), ROWS, ROWS[:4])
+    assert sources.held_out.num_bytes < 3e4 < sources.train.num_bytes + sources.held_out.num_bytes
+    sources.build()
+    assert shards(sources.held_out) == [0]
+    assert 0 < len(shards(sources.train)) < sources.train.num_shards

@@ -22,7 +22,7 @@ from tests.tiny import padded, random_prompts, tiny_model
 from train import heads as program
 from train.checkpoints import find_checkpoint, whole_checkpoints
 from train.config import ConfigError, load_config
-from train.data import DataError, draft_vocabulary
+from train.data import DataError, Row, draft_vocabulary
 from train.feature_cache import CachedFeatures
 from train.features import OnlineFeatures
 from train.loop import Trainer
@@ -224,7 +224,7 @@ def test_errors_reach_the_user_as_one_line_and_not_as_a_traceback(workshop: Path
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_tokens_and_always_holds_the_end_tokens() -> None:
-    rows = [program.Row((0,), (5, 5, 5, 6, 6, 7))]
+    rows = [Row((0,), (5, 5, 5, 6, 6, 7))]
     assert draft_vocabulary(rows, 3, 10, always=[9]).tolist() == [5, 6, 9]
     assert draft_vocabulary(rows, None, 4, always=[]).tolist() == [0, 1, 2, 3]
 

@@ -67,7 +67,7 @@ class FeaturesConfig:
             Only a float32 target can compute in another precision than its own.
         prompt_positions: how much of each prompt the head is shown, in positions before the answer. ``all`` of it is
             what a head sees when it drafts. ``auto`` is all for heads that attend to the text before (EAGLE), and the
-            few that are needed for those that do not (Medusa): their cache is of the answers alone. A number is a window.
+            few that are needed for those that do not (Medusa): their cache is of answers alone. A number is a window.
         storage: precision of the cache; int8 halves it.
         budget_gb: gigabytes (1e9 bytes) that the cache's folder may take. Caches of other targets or data in it are
             removed first; what still does not fit is computed anew in every pass. null for no limit but the disk's.
@@ -159,6 +159,7 @@ class RunConfig:
         report_to: ``wandb`` and ``tensorboard``, any of them.
         mixed_precision: ``no``, ``bf16`` or ``fp16``, as accelerate knows it; null leaves it to accelerate's config.
         bundle_target: put the target's weights into the checkpoint too.
+        dry_run: check everything on one batch, say what the run will cost, and leave nothing behind.
     """
 
     output: str = "runs/head"
@@ -169,6 +170,7 @@ class RunConfig:
     report_to: tuple[str, ...] = ()
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     bundle_target: bool = False
+    dry_run: bool = False
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)

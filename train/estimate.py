@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,16 +82,14 @@ def target_rate(source: FeatureSource) -> float:
     return positions / (time.perf_counter() - started)
 
 
-def estimate_features(
-    sources: Sequence[FeatureSource], budgets: Sequence[float], processes: int = 1
-) -> FeatureEstimate:
-    """What states of ``sources`` take, each within its budget in bytes.
+def estimate_features(budgets: Mapping[FeatureSource, float], processes: int = 1) -> FeatureEstimate:
+    """What states of some sources take, each within its budget in bytes.
 
     Raises:
         DataError: if the cache does not fit on the disk.
     """
     positions = missing = recomputed = disk = whole = written = 0
-    for source, budget in zip(sources, budgets, strict=True):
+    for source, budget in budgets.items():
         lengths = [len(row) for row in source.rows]
         positions += sum(lengths)
         if not isinstance(source, CachedFeatures):
@@ -107,7 +105,7 @@ def estimate_features(
         whole += source.num_bytes
         _refuse_full_disk(source.folder, written)
     work = missing + recomputed
-    rate = target_rate(sources[0]) * processes if work > FEWEST else None
+    rate = target_rate(next(iter(budgets))) * processes if work > FEWEST else None
     return FeatureEstimate(positions, missing, recomputed, disk, whole, rate)
 
 

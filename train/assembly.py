@@ -1,0 +1,104 @@
+"""Everything a run needs, put together from a recipe."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+
+from mtp.heads import Head, head_class
+from mtp.target import Target
+from train.config import RunConfig, to_dict
+from train.data import Row, draft_vocabulary
+from train.loop import Trainer, flatten, seed_everything
+from train.rows import usable_rows
+from train.sources import Sources, plan_sources, prompt_window
+from train.target import load_target, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """What a run is made of before there is a head.
+
+    Attributes:
+        accelerator: from accelerate; decides devices and precision.
+        target: frozen.
+        tokenizer: the target's.
+        train: rows to train on, checked.
+        held_out: rows to evaluate on.
+    """
+
+    accelerator: Accelerator
+    target: Target
+    tokenizer: Any
+    train: list[Row]
+    held_out: list[Row]
+
+
+def gather(config: RunConfig) -> Ingredients:
+    """Load the target and the rows, and check them.
+
+    Raises:
+        ConfigError: for a recipe that cannot be followed.
+        DataError: for rows that cannot be trained on.
+    """
+    accelerator = Accelerator(
+        gradient_accumulation_steps=config.optim.accumulate,
+        mixed_precision=config.mixed_precision,
+        log_with=list(config.report_to) or None,
+        project_dir=config.output,
+    )
+    if not accelerator.is_main_process:
+        logging.getLogger().setLevel(logging.WARNING)
+    target, tokenizer = load_target(config.target, accelerator.device), load_tokenizer(config.target)
+    window = prompt_window(config, head_class(config.head.family))
+    train, held_out = usable_rows(config, target, tokenizer, window)
+    return Ingredients(accelerator, target, tokenizer, train, held_out)
+
+
+def fresh_head(config: RunConfig, parts: Ingredients) -> Head:
+    """A head of the recipe's family and sizes, the same in every process."""
+    seed_everything(config.optim.seed)
+    target = parts.target
+    draft_ids = draft_vocabulary(parts.train, config.head.draft_vocab_size, target.vocab_size, target.eos_token_ids)
+    return head_class(config.head.family).from_target(
+        target, draft_ids.to(target.device), steps=config.head.steps, nodes=config.head.nodes, **config.head.sizes
+    )
+
+
+def assemble(config: RunConfig, parts: Ingredients) -> Trainer:
+    """A trainer whose hidden states are complete."""
+    accelerator = parts.accelerator
+    head = fresh_head(config, parts)
+    sources = plan_sources(config, parts.target, head, parts.train, parts.held_out)
+    prepare_sources(sources, accelerator)
+    logger.info(
+        "%s head, %.1f M parameters; %d training rows (%d positions), %d held-out rows",
+        head.family,
+        head.num_trainable_parameters() / 1e6,
+        len(parts.train),
+        sum(len(row.response_ids) for row in parts.train),
+        len(parts.held_out),
+    )
+    if config.report_to:
+        accelerator.init_trackers("mtp", config=flatten(to_dict(config)))
+    return Trainer(config, accelerator, parts.target, head, sources.train, sources.held_out, parts.tokenizer)
+
+
+def prepare_sources(sources: Sources, accelerator: Accelerator) -> None:
+    """Say what hidden states will take, and compute those that are to be cached; every process its share."""
+    if accelerator.is_main_process:
+        logger.info(sources.estimate(accelerator.num_processes).sentence())
+        sources.make_room()
+    accelerator.wait_for_everyone()
+    sources.build(accelerator.process_index, accelerator.num_processes)
+    accelerator.wait_for_everyone()
+
+
+def build_trainer(config: RunConfig) -> Trainer:
+    """Everything a run needs, from a recipe."""
+    return assemble(config, gather(config))
