@@ -19,7 +19,7 @@ from train.feature_cache import CachedFeatures, folder_bytes, make_room
 from train.features import OnlineFeatures, resolve_dtype
 from train.loop import training_batch
 from train.quantise import dequantise, quantise, unit_of
-from train.sources import prompt_window
+from train.sources import plan_sources, prompt_window
 
 
 def target_in(dtype: torch.dtype) -> Target:

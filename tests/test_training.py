@@ -87,7 +87,7 @@ def test_training_writes_a_head_that_loads_and_generates_the_targets_text(
     assert set(measured["categories"]) <= {"even", "odd"}
     assert result["held_out"]["positions"] > 0
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert log[-1]["event"] == "evaluation"
+    assert [line["event"] for line in log[-2:]] == ["evaluation", "diagnosis"]
     assert trainer.progress.step == trainer.total_steps
 
 

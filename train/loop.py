@@ -20,11 +20,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mtp.checkpoint import save_checkpoint
+from mtp.files import write_json
 from mtp.heads import Head, TrainingBatch
 from mtp.target import Target
 from train.checkpoints import Progress, find_checkpoint, load_state, save_state
 from train.config import RunConfig, to_dict
 from train.data import DataError, length_batches
+from train.diagnosis import as_text, diagnose
 from train.evaluate import decode_acceptance, held_out_metrics, teacher_probs
 from train.features import FeatureSource
 from train.losses import soft_cross_entropy
@@ -210,12 +212,21 @@ class Trainer:
                 f"step {self.progress.step}: mean accepted length {acceptance['mean_accepted_length']:.3f} on "
                 f"{acceptance['data']}, held-out loss {metrics['loss']}, accuracy {metrics['accuracy']}"
             )
+            self._diagnose(acceptance)
             if acceptance["mean_accepted_length"] >= self.progress.best:
                 self.progress.best = acceptance["mean_accepted_length"]
                 self._export("best", result)
             self.head.train()
         self.accelerator.wait_for_everyone()
         return result
+
+    def _diagnose(self, acceptance: dict[str, Any]) -> None:
+        """Say why acceptance is what it is: in the log, on the terminal and in the run's folder."""
+        optim, steps = self.config.optim, self.config.head.steps
+        found = diagnose(self.head, self.train, self.held_out, acceptance, steps=steps, positions=optim.batch_positions)
+        self._log({"event": "diagnosis", **found})
+        write_json(self.output / "diagnosis.json", {"step": self.progress.step, **found})
+        self._say(as_text(found))
 
     def _export(self, name: str, acceptance: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
