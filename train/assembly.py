@@ -10,12 +10,13 @@ from accelerate import Accelerator
 
 from mtp.heads import Head, head_class
 from mtp.target import Target
-from train.config import RunConfig, to_dict
+from train.config import RunConfig
 from train.data import Row, draft_vocabulary
-from train.loop import Trainer, flatten, seed_everything
+from train.loop import Trainer, seed_everything
 from train.rows import usable_rows
 from train.sources import Sources, plan_sources, prompt_window
 from train.target import load_target, load_tokenizer
+from train.tracking import check_trackers, start_tracking
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def gather(config: RunConfig) -> Ingredients:
         ConfigError: for a recipe that cannot be followed.
         DataError: for rows that cannot be trained on.
     """
+    check_trackers(config.report_to)
     accelerator = Accelerator(
         gradient_accumulation_steps=config.optim.accumulate,
         mixed_precision=config.mixed_precision,
@@ -84,8 +86,7 @@ def assemble(config: RunConfig, parts: Ingredients) -> Trainer:
         sum(len(row.response_ids) for row in parts.train),
         len(parts.held_out),
     )
-    if config.report_to:
-        accelerator.init_trackers("mtp", config=flatten(to_dict(config)))
+    start_tracking(accelerator, config)
     return Trainer(config, accelerator, parts.target, head, sources.train, sources.held_out, parts.tokenizer)
 
 

@@ -96,7 +96,7 @@ def causes(held_out: Breakdown, train: Breakdown, run: Decoded) -> list[Cause]:
             accuracy - run.first,
             0.05,
             f"decoding keeps the first guess in {run.first:.0%} of the rounds, though {accuracy:.0%} are right along "
-            "the true text: the decoder does not see what training saw. Compare hidden layers, positions and the template.",
+            "the true text: the decoder does not see what training saw. Compare hidden layers, positions and template.",
         ),
         Cause(
             "answers",

@@ -138,12 +138,14 @@ class EvalConfig:
         rows: held-out rows.
         max_new_tokens: tokens generated for each.
         batch_size: rows decoded together.
+        samples: answers shown to trackers and written to the log, with the kept tokens marked.
     """
 
     every: int = 0
     rows: int = 32
     max_new_tokens: int = 64
     batch_size: int = 8
+    samples: int = 3
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def _small_recipe(config: RunConfig, folder: Path) -> RunConfig:
         features=replace(config.features, mode="cached", folder=None, budget_gb=None),
         head=replace(config.head, warm_start_positions=min(config.head.warm_start_positions, WARM_START_POSITIONS)),
         optim=replace(config.optim, epochs=STEPS, accumulate=1),
-        eval=replace(config.eval, every=0, max_new_tokens=min(config.eval.max_new_tokens, NEW_TOKENS)),
+        eval=replace(config.eval, every=0, samples=1, max_new_tokens=min(config.eval.max_new_tokens, NEW_TOKENS)),
     )
 
 

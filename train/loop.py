@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from train.diagnosis import as_text, diagnose
 from train.evaluate import decode_acceptance, held_out_metrics, teacher_probs
 from train.features import FeatureSource
 from train.losses import soft_cross_entropy
+from train.tracking import flatten, log_samples, sample_answers
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Trainer:
         if self.progress.step == 0 and self.config.head.warm_start_positions > 0:
             self._warm_start()
         with self._interruptible(), self._bar() as bar:
+            before = replace(self.progress)
             for batch in self._remaining_batches():
                 started = time.perf_counter()
                 metrics = self._step(batch)
@@ -81,6 +83,8 @@ class Trainer:
                 bar.update()
                 bar.set_postfix(loss=f"{metrics['loss']:.3f}", acc=f"{metrics['accuracy'][0]:.3f}")
                 if self.progress.step % self.config.log_every == 0:
+                    metrics["tokens_per_second"] = round(self.progress.rate_since(before), 1)
+                    before = replace(self.progress)
                     self._log({"event": "step", **metrics})
                 if self._stop_is_agreed():
                     self._save_state()
@@ -121,7 +125,7 @@ class Trainer:
         probs, place = teacher_probs(self.head, batch)
         with self.accelerator.autocast():
             predictions = self.module(batch, self.config.head.steps)
-        losses, accuracy = [], []
+        losses, accuracy, outside = [], [], []
         for prediction in predictions:
             teacher = probs[place[prediction.rows, prediction.positions]]
             count = torch.tensor(float(max(len(prediction.rows), 1)), device=probs.device)
@@ -131,6 +135,7 @@ class Trainer:
                 labels = batch.states.tokens[prediction.rows, prediction.positions + 1]
                 right = self.head.draft_ids[prediction.logits.argmax(-1)] == labels
                 accuracy.append(round(right.float().mean().item(), 4) if len(labels) else 0.0)
+                outside.append((~torch.isin(labels, self.head.draft_ids)).float().mean().item() if len(labels) else 0.0)
         weights = [self.config.optim.step_weight**step for step in range(len(losses))]
         total = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
         assert isinstance(total, Tensor)
@@ -138,6 +143,7 @@ class Trainer:
             "loss": round(total.item(), 4),
             "step_loss": [round(loss.item(), 4) for loss in losses],
             "accuracy": accuracy,
+            "outside_draft_vocabulary": round(outside[0], 4),
             "positions": len(predictions[0].rows),
         }
         return total, metrics
@@ -221,12 +227,16 @@ class Trainer:
         return result
 
     def _diagnose(self, acceptance: dict[str, Any]) -> None:
-        """Say why acceptance is what it is: in the log, on the terminal and in the run's folder."""
+        """Say why acceptance is what it is, in the log, on the terminal and in the run's folder, and show answers."""
         optim, steps = self.config.optim, self.config.head.steps
         found = diagnose(self.head, self.train, self.held_out, acceptance, steps=steps, positions=optim.batch_positions)
         self._log({"event": "diagnosis", **found})
         write_json(self.output / "diagnosis.json", {"step": self.progress.step, **found})
         self._say(as_text(found))
+        rows = self.held_out.rows[: self.config.eval.samples] if self.tokenizer is not None else []
+        samples = sample_answers(self.head, rows, self.tokenizer, self.config.eval.max_new_tokens)
+        self._log({"event": "samples", "samples": samples})
+        log_samples(self.accelerator, samples, self.progress.step)
 
     def _export(self, name: str, acceptance: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
@@ -341,19 +351,6 @@ def warmup_cosine(total: int, warmup: int, floor: float = 0.1) -> Callable[[int]
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share))
 
     return factor
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested numbers as ``a/b/0`` for trackers; what is not a number is left out."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, list):
-            value = {str(at): item for at, item in enumerate(value)}
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            flat[prefix + key] = value
-    return flat
 
 
 def seed_everything(seed: int) -> None:
