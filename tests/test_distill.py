@@ -19,7 +19,8 @@ from mtp.target import Target
 from train import distill as program
 from train.config import TargetConfig
 from train.data import DataError, is_held_out, load_rows, split_rows
-from train.distill import Options, distill, parse_arguments
+from train.distill import distill
+from train.distill_options import Options, parse_arguments
 from train.generation import Generator, Progress, Sampling
 from train.prompts import Question, check_messages, prompt_ids, read_dataset, read_questions, tokenise
 from train.self_prompts import UserTurn, user_text

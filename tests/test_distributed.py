@@ -28,7 +28,7 @@ from train import heads as program
 from train.batches import BatchOrder, trained_positions, training_batch
 from train.checkpoints import STATE, batches_per_step, find_checkpoint, whole_checkpoints
 from train.config import ConfigError, load_config
-from train.data import Row
+from train.data import Row, load_rows
 from train.processes import Share, check_launch
 from train.target import check_placement
 
@@ -225,7 +225,7 @@ def test_the_count_of_trained_positions_is_that_of_the_heads_predictions(
 
 
 def test_the_order_of_batches_is_that_of_the_rows_and_covers_each_once_a_pass(workshop: Path) -> None:
-    rows = program.load_rows(workshop / "rows.jsonl")
+    rows = load_rows(workshop / "rows.jsonl")
     order = BatchOrder(rows, positions=80, epochs=3, seed=1)
     every = [batch for epoch in range(3) for batch in order.epoch(epoch)]
     assert all(sorted(i for batch in order.epoch(e) for i in batch) == list(range(len(rows))) for e in range(3))

@@ -77,5 +77,5 @@ def training_batch(features: FeatureSource, indices: Sequence[int]) -> TrainingB
     """Rows ``indices`` with their states; exactly the response tokens are marked for training."""
     states = features.batch(indices)
     position = torch.arange(states.tokens.shape[1], device=states.tokens.device)
-    starts = torch.tensor([len(features.rows[i].prompt_ids) for i in indices], device=states.tokens.device)
+    starts = torch.tensor([features.response_start(i) for i in indices], device=states.tokens.device)
     return TrainingBatch(states, (position >= starts[:, None]) & states.valid)

@@ -39,6 +39,10 @@ class Progress:
     seconds: float = 0.0
     positions: int = 0
 
+    def rate_since(self, before: Progress) -> float:
+        """Trained positions a second since ``before``."""
+        return (self.positions - before.positions) / max(self.seconds - before.seconds, 1e-9)
+
 
 def save_state(
     accelerator: Accelerator, output: Path, progress: Progress, config: RunConfig, step_batches: int

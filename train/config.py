@@ -16,6 +16,7 @@ import yaml
 from train.losses import LossName
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
+Storage = Literal["bfloat16", "int8"]
 
 
 class ConfigError(ValueError):
@@ -99,11 +100,20 @@ class FeaturesConfig:
         dtype: precision in which the target computes them: ``auto`` is bfloat16 on CPUs that multiply it natively
             (half the time; the target's distributions move by about 1 % in total variation), else the target's own.
             Only a float32 target can compute in another precision than its own.
+        prompt_positions: how much of each prompt the head is shown, in positions before the answer. ``all`` of it is
+            what a head sees when it drafts. ``auto`` is all for heads that attend to the text before (EAGLE), and the
+            few that are needed for those that do not (Medusa): their cache is of answers alone. A number is a window.
+        storage: precision of the cache; int8 halves it.
+        budget_gb: gigabytes (1e9 bytes) that the cache's folder may take. Caches of other targets or data in it are
+            removed first; what still does not fit is computed anew in every pass. null for no limit but the disk's.
     """
 
     mode: Literal["online", "cached"] = "online"
     folder: str | None = None
     dtype: Precision = "auto"
+    prompt_positions: int | Literal["auto", "all"] = "auto"
+    storage: Storage = "bfloat16"
+    budget_gb: float | None = None
 
 
 @dataclass(frozen=True)
@@ -169,12 +179,14 @@ class EvalConfig:
         rows: held-out rows.
         max_new_tokens: tokens generated for each.
         batch_size: rows decoded together.
+        samples: answers shown to trackers and written to the log, with the kept tokens marked.
     """
 
     every: int = 0
     rows: int = 32
     max_new_tokens: int = 64
     batch_size: int = 8
+    samples: int = 3
 
 
 @dataclass(frozen=True)
@@ -190,6 +202,7 @@ class RunConfig:
         report_to: ``wandb`` and ``tensorboard``, any of them.
         mixed_precision: ``no``, ``bf16`` or ``fp16``, as accelerate knows it; null leaves it to accelerate's config.
         bundle_target: put the target's weights into the checkpoint too.
+        dry_run: check everything on one batch, say what the run will cost, and leave nothing behind.
     """
 
     output: str = "runs/head"
@@ -200,6 +213,7 @@ class RunConfig:
     report_to: tuple[str, ...] = ()
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     bundle_target: bool = False
+    dry_run: bool = False
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)

@@ -1,82 +1,33 @@
-"""The target's hidden states for distilled rows: computed online, or once into a cache that later passes read.
-
-On a CPU the target's pass is the dearest part of training: a cache pays from the second pass over the data on.
-"""
+"""The target's hidden states for distilled rows, computed for every batch or read from a cache (feature_cache.py)."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from mtp.drafters.base import TargetStates
-from mtp.files import whole_file, write_json
 from mtp.target import Target
 from train.config import ConfigError, Precision
-from train.data import Row, length_batches
+from train.data import Row
 
-logger = logging.getLogger(__name__)
-
-ROWS_A_SHARD = 64
 PREFILL_POSITIONS = 2048  # positions of one pass of the target; large enough for full speed, small enough for memory
 
 
 class FeatureSource(ABC):
     """Gives the target's states for some of the rows it was made for.
 
+    A long prompt need not be shown whole: with ``prompt_positions`` a row begins so many positions before its answer.
+    Its states are nevertheless those behind the whole prompt, and heads see positions relative to each other only.
+
     Args:
         target: the frozen model.
         rows: distilled rows.
         taps: layers whose states are wanted beside the last.
         dtype: precision to compute in; by default the target's own.
-    """
-
-    def __init__(self, target: Target, rows: Sequence[Row], taps: Sequence[int], dtype: torch.dtype | None = None):
-        self.target = target
-        self.rows = rows
-        self.taps = tuple(taps)
-        self.dtype = dtype or target.dtype
-
-    def batch(self, indices: Sequence[int]) -> TargetStates:
-        """States of rows ``indices``, right-padded, on the target's device, in float32."""
-        rows = [self.rows[index] for index in indices]
-        tokens, counts = pad_rows([row.ids for row in rows], self.target.device)
-        hidden, taps = self._states(indices, tokens)
-        return TargetStates(tokens, hidden, taps, counts)
-
-    def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The target's states, computed in ``dtype``."""
-        narrower = self.dtype != self.target.dtype
-        with torch.autocast(tokens.device.type, dtype=self.dtype if narrower else None, enabled=narrower):
-            return self.target.encode(tokens, self.taps)
-
-    @abstractmethod
-    def _states(self, indices: Sequence[int], tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Last hidden states ``[B, T, H]`` and taps ``[B, T, n * H]`` of the rows whose padded ids are ``tokens``."""
-
-
-class OnlineFeatures(FeatureSource):
-    """Runs the target for every batch: no disk, any number of rows."""
-
-    def _states(self, indices: Sequence[int], tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        hidden, taps = self.encode(tokens)
-        return hidden.float(), None if taps is None else taps.float()
-
-
-class CachedFeatures(FeatureSource):
-    """Reads states from disk, in bfloat16; ``build`` writes what is missing, shard by shard.
-
-    The folder is named by what it holds: another target, set of layers or set of rows never meets an old cache.
+        prompt_positions: how many positions of a prompt are shown, counted from its end; None for all.
     """
 
     def __init__(
@@ -84,67 +35,56 @@ class CachedFeatures(FeatureSource):
         target: Target,
         rows: Sequence[Row],
         taps: Sequence[int],
-        root: str | Path,
         dtype: torch.dtype | None = None,
+        prompt_positions: int | None = None,
     ):
-        super().__init__(target, rows, taps, dtype)
-        self.order = np.argsort([len(row) for row in rows], kind="stable").tolist()
-        identity = hashlib.sha256()
-        identity.update(json.dumps([target.fingerprint(), str(self.dtype), list(taps), ROWS_A_SHARD]).encode())
-        for row in rows:
-            identity.update(np.asarray(row.ids, dtype=np.int32).tobytes())
-        self.folder = Path(root) / identity.hexdigest()[:16]
-        self._place = {row: (at // ROWS_A_SHARD, at % ROWS_A_SHARD) for at, row in enumerate(self.order)}
+        self.target = target
+        self.rows = rows
+        self.taps = tuple(taps)
+        self.dtype = dtype or target.dtype
+        self.prompt_positions = prompt_positions
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the complete cache on disk."""
-        return sum(len(row) for row in self.rows) * self.target.hidden_size * (1 + len(self.taps)) * 2
+    def response_start(self, index: int) -> int:
+        """Position of the answer's first token in row ``index`` as it is shown."""
+        whole = len(self.rows[index].prompt_ids)
+        return whole if self.prompt_positions is None else min(whole, self.prompt_positions)
 
-    def shard_path(self, shard: int) -> Path:
-        return self.folder / f"{shard:05d}.safetensors"
+    def shown_ids(self, index: int) -> tuple[int, ...]:
+        """Token ids of row ``index`` as it is shown."""
+        row = self.rows[index]
+        return row.ids[len(row.prompt_ids) - self.response_start(index) :]
 
-    def build(self, part: int = 0, parts: int = 1) -> None:
-        """Compute the shards that are not there yet (of ``parts`` processes, the share of process ``part``).
+    def batch(self, indices: Sequence[int]) -> TargetStates:
+        """States of rows ``indices``, right-padded, on the target's device, in float32."""
+        tokens, counts = pad_rows([self.shown_ids(index) for index in indices], self.target.device)
+        hidden, taps = self._states(indices)
+        return TargetStates(tokens, hidden.float(), None if taps is None else taps.float(), counts)
 
-        Interrupted, it loses the shard at hand and no other.
-        """
-        shards = range(0, len(self.order), ROWS_A_SHARD)
-        missing = [s for s in range(part, len(shards), parts) if not self.shard_path(s).exists()]
-        if not missing:
-            return
-        logger.info("feature cache: %.1f GB in %s", self.num_bytes / 1e9, self.folder)
-        members = {s: self.order[s * ROWS_A_SHARD : (s + 1) * ROWS_A_SHARD] for s in missing}
-        write_json(self.folder / "cache.json", {"fingerprint": self.target.fingerprint(), "taps": list(self.taps)})
-        total = sum(len(self.rows[row]) for rows in members.values() for row in rows)
-        with tqdm(total=total, unit="tok", desc="hidden states", unit_scale=True) as bar:
-            for shard, rows in members.items():
-                tensors: dict[str, Tensor] = {}
-                for batch in length_batches([len(self.rows[r]) for r in rows], PREFILL_POSITIONS, generator=None):
-                    tokens, counts = pad_rows([self.rows[rows[i]].ids for i in batch], self.target.device)
-                    hidden, taps = self.encode(tokens)
-                    for at, (i, count) in enumerate(zip(batch, counts.tolist(), strict=True)):
-                        tensors[f"{i}.hidden"] = hidden[at, :count].to("cpu", torch.bfloat16).contiguous()
-                        if taps is not None:
-                            tensors[f"{i}.taps"] = taps[at, :count].to("cpu", torch.bfloat16).contiguous()
-                    bar.update(int(counts.sum()))
-                with whole_file(self.shard_path(shard)) as staged:
-                    save_file(tensors, staged)
+    def compute(self, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Last states ``[B, T, H]`` and taps ``[B, T, n * H]`` of rows as they are shown, by a pass of the target."""
+        tokens, _ = pad_rows([self.rows[index].ids for index in indices], self.target.device)
+        narrower = self.dtype != self.target.dtype
+        with torch.autocast(tokens.device.type, dtype=self.dtype if narrower else None, enabled=narrower):
+            hidden, taps = self.target.encode(tokens, self.taps)
+        hidden_from = [len(self.rows[index].prompt_ids) - self.response_start(index) for index in indices]
+        if not any(hidden_from):
+            return hidden, taps
+        longest = max(len(self.shown_ids(index)) for index in indices)
+        shift = torch.tensor(hidden_from, device=tokens.device)[:, None]
+        place = (torch.arange(longest, device=tokens.device) + shift).clamp_max(tokens.shape[1] - 1)
+        row = torch.arange(len(indices), device=tokens.device)[:, None]
+        return hidden[row, place], None if taps is None else taps[row, place]
 
-    def _states(self, indices: Sequence[int], tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        batch, length = tokens.shape
-        width = self.target.hidden_size
-        hidden = torch.zeros(batch, length, width)
-        taps = torch.zeros(batch, length, width * len(self.taps)) if self.taps else None
-        for at, index in enumerate(indices):
-            shard, place = self._place[index]
-            count = len(self.rows[index])
-            with safe_open(self.shard_path(shard), framework="pt") as file:
-                hidden[at, :count] = file.get_tensor(f"{place}.hidden")
-                if taps is not None:
-                    taps[at, :count] = file.get_tensor(f"{place}.taps")
-        device = tokens.device
-        return hidden.to(device), None if taps is None else taps.to(device)
+    @abstractmethod
+    def _states(self, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """As ``compute``, from wherever this source has them, on the target's device."""
+
+
+class OnlineFeatures(FeatureSource):
+    """Runs the target for every batch: no disk, any number of rows."""
+
+    def _states(self, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        return self.compute(indices)
 
 
 def resolve_dtype(name: Precision, target: Target) -> torch.dtype:

@@ -27,10 +27,7 @@ def make_head(config: RunConfig, target: Target, draft_ids: Tensor) -> Head:
         UnsupportedTargetError: for a head that this target cannot carry.
     """
     section = config.head
-    try:
-        family = head_class(section.family)
-    except ValueError as error:
-        raise ConfigError(f"head.family: {error}") from error
+    family = head_family(section)
     sizes = head_sizes(family, section)
     if section.warm_start_positions > 0:
         target.output_rows(draft_ids[:1])  # a warm start copies rows of the target's output matrix
@@ -44,6 +41,14 @@ def make_head(config: RunConfig, target: Target, draft_ids: Tensor) -> Head:
         raise ConfigError(f"head: found {section}, which makes no {family.family} head: {error}") from error
     refuse_unfit_objective(head, config.optim)
     return head
+
+
+def head_family(section: HeadSection) -> type[Head]:
+    """The class of the recipe's head, or ``ConfigError``."""
+    try:
+        return head_class(section.family)
+    except ValueError as error:
+        raise ConfigError(f"head.family: {error}") from error
 
 
 def head_sizes(family: type[Head], section: HeadSection) -> dict[str, Any]:

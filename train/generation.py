@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -64,9 +64,42 @@ class Progress:
 
         return listen
 
+    def count(self, answer: Sequence[int]) -> None:
+        """Count a whole row."""
+        self.tokens += len(answer)
+        self.bar.update()
+        self.bar.set_postfix_str(f"{self.tokens / self.seconds:.0f} tokens/s", refresh=False)
+
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self._started
+
+
+class Writer(Protocol):
+    """Whatever continues prompts as the target: the engine here (``Generator``), or a server (``endpoint.Endpoint``).
+
+    Attributes:
+        tokenizer: the target's.
+        end_ids: tokens that end an answer.
+        max_positions: most tokens of prompt and answer; None without a limit.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: set[int]
+    max_positions: int | None
+
+    def identity(self) -> dict[str, Any]:
+        """Which target this is, for the record."""
+
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seed: int,
+        end_ids: set[int],
+        progress: Progress | None = None,
+    ) -> list[list[int]]:
+        """The ids generated behind each prompt, in order, each up to its end token, that one included."""
 
 
 class Generator:
@@ -82,12 +115,18 @@ class Generator:
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         ends = target.eos_token_ids
+        self.end_ids = set(ends)
+        self.max_positions = target.max_positions
         pads = (tokenizer.pad_token_id, *ends, 0)
         self._config = GenerationConfig(eos_token_id=ends or None, pad_token_id=next(p for p in pads if p is not None))
         asked = target.causal_lm.generation_config
         neutral = (None, False, 0, 1)
         if ignored := {k: v for k, v in asked.to_diff_dict().items() if k not in OWN_SETTINGS and v not in neutral}:
             logger.warning("the target's generation config also sets %s: left out of distillation", ignored)
+
+    def identity(self) -> dict[str, Any]:
+        """Which target this is, for the record."""
+        return {"fingerprint": self.target.fingerprint(), "dtype": str(self.target.dtype).removeprefix("torch.")}
 
     def __call__(
         self,

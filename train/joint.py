@@ -8,7 +8,7 @@ not follow heads that know nothing yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mtp.heads import Head, Prediction, TrainingBatch
 from train.config import ConfigError, RunConfig
-from train.features import OnlineFeatures
+from train.features import FeatureSource, OnlineFeatures
 from train.loop import Trainer, warmup_cosine
 from train.losses import soft_cross_entropy
 from train.processes import engine
@@ -57,9 +57,9 @@ def check_adapter(config: RunConfig, accelerator: Accelerator) -> None:
 class UnadaptedFeatures(OnlineFeatures):
     """States of the target without its adapter: those it is held to."""
 
-    def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    def compute(self, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         with self.target.model.disable_adapter():
-            return super().encode(tokens)
+            return super().compute(indices)
 
 
 class Joint(nn.Module):
@@ -98,6 +98,10 @@ class JointTrainer(Trainer):
 
     def _collect_weights(self) -> None:
         """Nothing to collect: the head and the adapter are trained in place."""
+
+    def _seen_states(self) -> FeatureSource:
+        source = self.train
+        return OnlineFeatures(self.target, source.rows, source.taps, source.dtype, source.prompt_positions)
 
     def _parameter_groups(self, trained: nn.Module) -> list[dict[str, Any]]:
         return [

@@ -19,18 +19,21 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mtp.checkpoint import save_checkpoint
+from mtp.files import write_json
 from mtp.heads import Head, Prediction, TrainingBatch
 from mtp.target import Target
 from train.batches import BatchOrder, trained_positions, training_batch
 from train.checkpoints import Progress, batches_per_step, check_resumable, find_checkpoint, load_state, save_state
 from train.config import RunConfig, to_dict
 from train.data import DataError
+from train.diagnosis import as_text, diagnose
 from train.evaluate import evaluate, labels_of, teacher_probs
 from train.features import FeatureSource
 from train.interrupts import Interrupts
 from train.losses import confidence_loss, mixture, step_weights
 from train.processes import ALONE, Share, copy_weights, engine, prepare_engine, trained_copy
 from train.target import ShardedTarget
+from train.tracking import flatten, log_samples, sample_answers
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,7 @@ class Trainer:
         """Train to the end of the recipe (or to an interrupt) and return the last evaluation."""
         self.begin()
         with self.interrupts, self._bar() as bar:
+            before = replace(self.progress)
             for batches in self.order.steps(self.step_batches, self.progress.step):
                 started = time.perf_counter()
                 metrics = self._step(batches)
@@ -89,6 +93,8 @@ class Trainer:
                 bar.update()
                 bar.set_postfix(loss=f"{metrics['loss']:.3f}", acc=f"{metrics['accuracy'][0]:.3f}")
                 if self.progress.step % self.config.log_every == 0:
+                    metrics["tokens_per_second"] = round(self.progress.rate_since(before), 1)
+                    before = replace(self.progress)
                     self._log({"event": "step", **metrics})
                 if self._stop_agreed:
                     self._save_state()
@@ -109,7 +115,7 @@ class Trainer:
         """One step of the optimiser on ``batches`` (of all processes); returns the metrics of all of them."""
         counts = trained_positions([self.train.rows[i] for batch in batches for i in batch], self.config.head.steps)
         first = self.progress.step * self.step_batches
-        sums = torch.zeros(3, self.config.head.steps, device=self.accelerator.device)
+        sums = torch.zeros(4, self.config.head.steps, device=self.accelerator.device)
         for number, batch in self.share.of(list(enumerate(batches, start=first))):
             # What a head draws belongs to the batch, and not to the process or to what was computed before.
             seed_everything(int(np.random.SeedSequence([self.config.optim.seed, number]).generate_state(1)[0]))
@@ -125,13 +131,14 @@ class Trainer:
                 self.optimizer.zero_grad()
         self.progress.step += 1
         self.progress.positions += int(counts[0])
-        loss, hits, made = self._sum_over_processes(sums)
+        loss, hits, made, outside = self._sum_over_processes(sums)
         per_step = (loss / made.clamp_min(1)).tolist()
         weights = step_weights(self.config.optim.step_weight, len(per_step))
         return {
             "loss": round(sum(w * value for w, value in zip(weights, per_step, strict=True)), 4),
             "step_loss": [round(value, 4) for value in per_step],
             "accuracy": [round(value, 4) for value in (hits / made.clamp_min(1)).tolist()],
+            "outside_draft_vocabulary": round(float(outside[0] / made[0].clamp_min(1)), 4),
             "positions": int(counts[0]),
             "gradient_norm": None if norm is None else round(float(norm), 4),
             "lr": self.scheduler.get_last_lr()[0],
@@ -147,7 +154,8 @@ class Trainer:
                 its own tokens were others than the text's still count.
 
         Returns:
-            The loss, and ``[3, steps]`` sums over the batch of each unrolled step's losses, right guesses and guesses.
+            The loss, and ``[4, steps]`` sums over the batch of each unrolled step's losses, right guesses, guesses,
+            and tokens outside the draft vocabulary.
         """
         batch = self._on_own_tokens(batch)
         with self.accelerator.autocast():
@@ -161,7 +169,7 @@ class Trainer:
     def _head_loss(self, batch: TrainingBatch, predictions: list[Prediction], counts: Tensor) -> tuple[Tensor, Tensor]:
         """``_loss`` of what the head predicted for ``batch``."""
         teacher = teacher_probs(self.head, batch)
-        losses, objectives, hits = [], [], []
+        losses, objectives, hits, outside = [], [], [], []
         for prediction in predictions:
             labels = labels_of(self.head, batch, prediction, teacher)
             loss = mixture(self.config.optim.loss, prediction, labels).sum()
@@ -169,15 +177,16 @@ class Trainer:
             # A confidence output has weights of its own, so that it takes nothing from the rest.
             objectives.append(loss + confidence_loss(prediction, labels).sum())
             hits.append((prediction.logits.detach().argmax(-1) == labels.tokens).sum())
+            outside.append((labels.tokens < 0).sum())
         weights = step_weights(self.config.optim.step_weight, len(losses))
         means = [each / max(count, 1) for each, count in zip(objectives, counts.tolist(), strict=True)]
         # Gradients are averaged over the batches of a process and over processes, but the means are sums already.
         total = self.step_batches * torch.stack([w * mean for w, mean in zip(weights, means, strict=True)]).sum()
         made = hits[0].new_tensor([len(prediction.rows) for prediction in predictions])
-        return total, torch.stack([torch.stack(losses), torch.stack(hits), made])
+        return total, torch.stack([torch.stack(losses), torch.stack(hits), made, torch.stack(outside)])
 
     def _sum_over_processes(self, sums: Tensor) -> Tensor:
-        """``[3, steps]`` of all processes; on the same occasion they agree whether any of them was asked to stop."""
+        """``[4, steps]`` of all processes; on the same occasion they agree whether any of them was asked to stop."""
         asked = sums.new_full((1,), float(self.interrupts.requested))
         total = self.accelerator.reduce(torch.cat([sums.flatten(), asked]), "sum").cpu()
         self._stop_agreed = bool(total[-1] > 0)
@@ -206,11 +215,33 @@ class Trainer:
             f"step {self.progress.step}: mean accepted length {tau:.3f} on {result['data']}, held-out loss "
             f"{counted['loss']}, accuracy {counted['accuracy']}"
         )
+        # Where the target is whole the main process looks by itself.
+        if share is ALONE or self.accelerator.is_main_process:
+            self._diagnose(result)
         if tau >= self.progress.best:
             self.progress.best = tau
             self._export("best", result)
         self.accelerator.wait_for_everyone()
         return result
+
+    def _seen_states(self) -> FeatureSource:
+        """The training rows' states as the head reads them."""
+        return self.train
+
+    def _diagnose(self, acceptance: dict[str, Any]) -> None:
+        """Say why acceptance is what it is, in the log, on the terminal and in the run's folder, and show answers."""
+        optim, steps = self.config.optim, self.config.head.steps
+        found = diagnose(
+            self.head, self._seen_states(), self.held_out, acceptance, steps=steps, positions=optim.batch_positions
+        )
+        self._log({"event": "diagnosis", **found})
+        if self.accelerator.is_main_process:
+            write_json(self.output / "diagnosis.json", {"step": self.progress.step, **found})
+        self._say(as_text(found))
+        rows = self.held_out.rows[: self.config.eval.samples] if self.tokenizer is not None else []
+        samples = sample_answers(self.head, rows, self.tokenizer, self.config.eval.max_new_tokens)
+        self._log({"event": "samples", "samples": samples})
+        log_samples(self.accelerator, samples, self.progress.step)
 
     def _export(self, name: str, acceptance: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
@@ -311,19 +342,6 @@ def warmup_cosine(total: int, warmup: int, floor: float = 0.1) -> Callable[[int]
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share))
 
     return factor
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested numbers as ``a/b/0`` for trackers; what is not a number is left out."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, list):
-            value = {str(at): item for at, item in enumerate(value)}
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            flat[prefix + key] = value
-    return flat
 
 
 def seed_everything(seed: int) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mtp.files import whole_file
 from train.data import DataError, read_jsonl
-from train.generation import Generator, Progress, Sampling, derived_seed
+from train.generation import Progress, Sampling, Writer, derived_seed
 from train.prompts import Question, make_question, require_template
 
 logger = logging.getLogger(__name__)
@@ -98,12 +98,12 @@ class PromptWriter:
         DataError: if the target has no chat template that a user's turn can be read off.
     """
 
-    def __init__(self, generator: Generator, sampling: Sampling, seed: int):
+    def __init__(self, generator: Writer, sampling: Sampling, seed: int):
         self.generator = generator
         self.sampling = sampling
         self.seed = seed
         self.turn = UserTurn.of(generator.tokenizer)
-        self.end_ids = set(generator.target.eos_token_ids)
+        self.end_ids = set(generator.end_ids)
         if self.turn.end_id is not None:
             self.end_ids.add(self.turn.end_id)
 

@@ -109,12 +109,14 @@ class Head(nn.Module, Drafter):
 
     Attributes:
         family: the registry's name for it.
+        attends_to_prompt: whether a guess depends on states before the position it is made from.
         estimates_hidden: whether its predictions hold an estimate of the target's hidden states.
         follows_own_tokens: whether it unrolls steps that can follow its own guesses.
         draft_ids: ``[Vd]`` target token id of each entry of the draft vocabulary.
     """
 
     family: ClassVar[str]
+    attends_to_prompt: ClassVar[bool] = True
     estimates_hidden: ClassVar[bool] = False
     follows_own_tokens: ClassVar[bool] = False
     config_class: ClassVar[type[HeadConfig]] = HeadConfig

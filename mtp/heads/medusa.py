@@ -51,6 +51,7 @@ class MedusaHead(Head):
     """See the module's text."""
 
     family: ClassVar[str] = "medusa"
+    attends_to_prompt: ClassVar[bool] = False
     config_class: ClassVar[type[HeadConfig]] = MedusaConfig
     config: MedusaConfig
 
