@@ -180,12 +180,14 @@ def speculate(
     if prediction is not None:
         if drafter is not None:
             raise ValueError("prediction is itself the draft; found a drafter as well. Leave one of the two out.")
-        predictions = predicted_ids(prediction, model.tokenizer, model.target.vocab_size)
+        predictions = predicted_ids(prediction, model.tokenizer)
         drafter = PredictionDrafter(predictions)
     elif drafter is None:
         drafter = model.drafter
     elif isinstance(drafter, str):
         drafter = drafter_by_name(drafter)
+    if isinstance(drafter, NgramDrafter):
+        drafter.refuse_foreign_tokens(model.target.vocab_size)
     planner = planner or model.planner(drafter, nodes)
     refuse_foreign_past(past, model.target)
 

@@ -99,8 +99,18 @@ class NgramDrafter(Drafter):
     def __init__(self, corpus: Iterable[Sequence[int]] = (), store: OutputStore | None = None):
         self.state = []
         self.store = store
-        read = SuffixAutomaton.of(corpus)
-        self._corpus = (read,) if len(read) > 1 else ()
+        texts = list(corpus)
+        self._tokens = {token for text in texts for token in text}  # that may be guessed though no text has them
+        self._corpus = (SuffixAutomaton.of(texts),) if texts else ()
+
+    def refuse_foreign_tokens(self, vocab_size: int) -> None:
+        """Raise ``ValueError`` for a corpus or prediction that cannot be in the target's tokens."""
+        wrong = sorted(token for token in self._tokens if not 0 <= token < vocab_size)
+        if wrong:
+            raise ValueError(
+                f"The drafter was given texts with token {wrong[0]}; this target has tokens 0 to {vocab_size - 1}. "
+                "Texts to look into are to be spelt with the target's own tokenizer."
+            )
 
     def start(self, states: TargetStates, capacity: int) -> None:
         self.state = self._new_rows(len(states.tokens))
