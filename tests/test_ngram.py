@@ -355,6 +355,18 @@ def test_an_answer_that_is_asked_for_again_is_known() -> None:
     assert passes[1] <= 4 < passes[0]
 
 
+def test_a_text_that_is_taken_back_again_and_again_does_not_grow_for_ever() -> None:
+    rng, drafter = random.Random(0), started([list(range(20))])
+    sizes = []
+    for _ in range(60):
+        assert drafter.rewind(10) == 10
+        drafter.observe(states_of([rng.choices(range(100, 10_000), k=200)]))
+        sizes.append(len(drafter.state[0].text))
+    assert sizes[-1] > 1000, "some are remembered"
+    assert max(sizes) < 5000
+    assert paths(proposed(drafter, [drafter.state[0].tokens[50]]))[0] == drafter.state[0].tokens[51:52]
+
+
 def test_samples_of_one_prompt_help_each_other() -> None:
     model = SpeculativeModel.from_target(tiny_model(), "ngram")
     settings = {"max_new_tokens": 40, "do_sample": True, "temperature": 0.3, "return_dict_in_generate": True}
