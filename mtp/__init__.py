@@ -15,7 +15,7 @@ from mtp.checkpoint import (
     read_acceptance,
     save_checkpoint,
 )
-from mtp.drafters import DRAFTERS, Drafter
+from mtp.drafters import DRAFTERS, Drafter, MixedDrafter, RecyclingDrafter
 from mtp.heads import HEADS, Head
 from mtp.model import SpeculativeModel, SpeculativeOutput, speculate
 from mtp.past import Past
@@ -60,7 +60,7 @@ def available_heads() -> list[str]:
 
 
 def available_drafters() -> list[str]:
-    """Drafters that need no training."""
+    """Drafters that need no training; several joined by ``+`` draft together, with ``"head"`` for a model's own."""
     return sorted(DRAFTERS)
 
 
@@ -69,7 +69,9 @@ __all__ = [
     "CheckpointError",
     "Drafter",
     "Head",
+    "MixedDrafter",
     "Past",
+    "RecyclingDrafter",
     "SpeculativeModel",
     "SpeculativeOutput",
     "Target",
