@@ -28,6 +28,7 @@ NEW = 20
 ONE = random_prompts([5], seed=3)
 CHAIN = TreeShape(width=1, depth=4)
 model_of = cache(tiny_model)
+target_of = cache(Target)
 
 
 def reference(lm: PreTrainedModel, prompts: list[list[int]], **settings: Any) -> Tensor:
@@ -35,7 +36,7 @@ def reference(lm: PreTrainedModel, prompts: list[list[int]], **settings: Any) ->
 
 
 def drafted(lm: PreTrainedModel, assistant: Assistant, prompts: list[list[int]], **settings: Any) -> Any:
-    model = SpeculativeModel.from_target(lm, assistant)
+    model = SpeculativeModel(target_of(lm), assistant)
     settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, **settings}
     return model.generate(**padded(prompts), **settings)
 
@@ -138,12 +139,9 @@ def test_a_past_without_drafts_is_kept_for_those_that_come_later() -> None:
     first = drafted(lm, assistant, ONE, nodes=1)
     known = len(first.past)
     longer = [[*first.sequences[0].tolist(), 5, 7]]
-    assistant.state = None
-    model = SpeculativeModel.from_target(lm, assistant)
     kept = first.past.rewind(longer[0], assistant)
     assert kept is not None
     assert kept.start == known
-    assert model.drafter.state is not None
 
 
 def test_keys_and_values_of_another_assistant_are_not_taken_over() -> None:

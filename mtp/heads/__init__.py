@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from mtp.heads.assistant import AssistantHead
 from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
 from mtp.heads.eagle3 import Eagle3Head
 from mtp.heads.medusa import MedusaHead
 
-HEADS: dict[str, type[Head]] = {head.family: head for head in (Eagle3Head, MedusaHead)}
+HEADS: dict[str, type[Head]] = {head.family: head for head in (AssistantHead, Eagle3Head, MedusaHead)}
 
 
 def head_class(family: str) -> type[Head]:
