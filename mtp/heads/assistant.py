@@ -8,6 +8,7 @@ behind a token does not depend on how the token came about, and all steps share 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -81,7 +82,7 @@ class AssistantHead(Head):
             vocab_size=target.vocab_size,
             draft_vocab_size=draft_ids.numel(),
             model_class=type(subset).__name__,
-            model=subset.config.to_dict(),
+            model=json.loads(subset.config.to_json_string()),  # as it comes back from a checkpoint
             **sizes,
         )
         head = cls(config)
@@ -91,6 +92,8 @@ class AssistantHead(Head):
         return head
 
     def attach(self, target: Target) -> Self:
+        if self._assistant and target is self.target:  # a new one would not know its predecessor's generations
+            return self
         super().attach(target)
         shape = TreeShape(self.config.width, self.config.depth, self.config.nodes)
         self._assistant = (Assistant(self.lm, shape=shape, draft_ids=self.draft_ids).attach(target),)
