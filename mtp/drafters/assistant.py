@@ -117,7 +117,7 @@ class Assistant(Drafter):
             layers: the layers that stay, counted from 0.
 
         Raises:
-            ValueError: for layers that do not exist or cannot make a model by themselves.
+            UnsupportedTargetError: for layers that do not exist or cannot make a model by themselves.
         """
         return cls(keep_layers(target_lm, tuple(layers)), tokenizer, tokenizer, shape)
 

@@ -71,7 +71,7 @@ class AssistantHead(Head):
             layers: those that stay, counted from 0; by default every fourth, the first and the last among them.
 
         Raises:
-            ValueError: for layers that cannot make a model by themselves (see ``keep_layers``).
+            UnsupportedTargetError: for layers that cannot make a model by themselves (see ``keep_layers``).
         """
         count = target.num_layers
         spread = torch.linspace(0, count - 1, max(count // 4, min(count, 2))).round().int().tolist()
