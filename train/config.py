@@ -78,7 +78,7 @@ class HeadSection:
     """What is trained.
 
     Attributes:
-        family: ``eagle3`` or ``medusa``.
+        family: one of ``mtp.available_heads()``.
         steps: unrolled steps, or heads.
         draft_vocab_size: most frequent tokens that the head can propose; null for the whole vocabulary.
         nodes: nodes of the trees it proposes by default.
