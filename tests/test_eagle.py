@@ -148,7 +148,7 @@ def test_a_token_of_its_own_is_the_texts_with_the_heads_probability() -> None:
     assert shares == pytest.approx([1.0, 0.3, 0.8, 0.9], abs=0.02)
 
 
-def certain_of(head: torch.nn.Module, texts: Tensor, wrong_at: int) -> object:
+def certain_of(texts: Tensor, wrong_at: int) -> object:
     """A stand-in for ``guess`` of a head that is sure of the text, except at one step of its unrolling."""
     calls = iter(range(100))
 
@@ -171,7 +171,7 @@ def test_behind_a_wrong_token_of_its_own_no_step_is_trained(
         (1.0, 0, [5, 1, 2]),  # all first guesses wrong: only bases whose first trained step is a later one go on
         (0.0, 0, [5, 5, 5]),  # the text's own tokens are fed
     ]:
-        monkeypatch.setattr(head, "guess", certain_of(head, torch.tensor(ANSWER), wrong_at))
+        monkeypatch.setattr(head, "guess", certain_of(torch.tensor(ANSWER), wrong_at))
         predictions = head.unroll(replace(batch, own_tokens=share), 3)
         assert [len(prediction.rows) for prediction in predictions] == expected
 
@@ -188,7 +188,7 @@ def test_steps_that_are_trained_on_own_tokens_predict_the_same_as_on_the_texts(f
     assert len(followed[2].rows) < len(followed[0].rows)
 
 
-def test_the_drafts_of_a_converted_full_vocabulary_head_are_its_likeliest_tokens(target: Target) -> None:
+def test_drafts_are_the_likeliest_tokens_through_the_packed_output_matrix_too(target: Target) -> None:
     head = eagle(target)
     states = batch_for(target).states
     head.start(states, capacity=64)

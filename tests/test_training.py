@@ -28,6 +28,13 @@ from train.features import OnlineFeatures
 from train.loop import Trainer
 
 FAMILIES = sorted(HEADS)
+# Everything that draws at random while it trains, or changes as it goes on.
+OPTIONS = [
+    "head.family=eagle",
+    "optim.loss={smooth_l1: 1.0, soft_cross_entropy: 0.1, top_k: 1.0}",
+    "optim.step_weight=[1.0, 0.5, 0.5]",
+    "optim.own_tokens=1.0",
+]
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +126,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "heads.safetensors")
 
 
+@pytest.mark.parametrize("options", [[], OPTIONS], ids=["defaults", "noise, a mixture of losses and own tokens"])
 def test_an_interrupted_run_resumes_to_exactly_the_weights_of_an_uninterrupted_one(
-    workshop: Path, tmp_path: Path
+    options: list[str], workshop: Path, tmp_path: Path
 ) -> None:
-    train(workshop, tmp_path / "whole")
-    trainer = program.build_trainer(load_config(recipe(workshop, tmp_path / "parts")))
+    train(workshop, tmp_path / "whole", *options)
+    trainer = program.build_trainer(load_config(recipe(workshop, tmp_path / "parts", *options)))
     step = trainer._step
 
     def interrupt_at_fifth(batches: Any) -> Any:
@@ -135,7 +143,7 @@ def test_an_interrupted_run_resumes_to_exactly_the_weights_of_an_uninterrupted_o
     with pytest.raises(SystemExit):
         trainer.run()
     assert trainer.progress.step == 5
-    resumed, _ = train(workshop, tmp_path / "parts")
+    resumed, _ = train(workshop, tmp_path / "parts", *options)
     assert resumed.progress.step == resumed.total_steps
     one, other = weights(tmp_path / "whole" / "last"), weights(tmp_path / "parts" / "last")
     assert one.keys() == other.keys()
