@@ -140,6 +140,10 @@ class Target:
             token_ids = token_ids.to(weight.device)
             bias = None if layer.bias is None else layer.bias[token_ids]
             logits = torch.nn.functional.linear(hidden.to(weight), weight[token_ids], bias)
+        return self.scale_logits(logits)
+
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """``[..., V]`` what the output matrix gives, scaled and capped as the architecture has it."""
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
             logits = cap * torch.tanh(logits / cap)
         if (scale := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
@@ -147,6 +151,26 @@ class Target:
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
             logits = logits / divisor
         return logits
+
+    def output_rows(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weights ``[n, H]`` and biases ``[n]`` of the output matrix for ``token_ids [n]``, for a head to keep.
+
+        Raises:
+            UnsupportedTargetError: if they cannot be read: quantised, adapted or offloaded.
+        """
+        layer = self.causal_lm.get_output_embeddings()
+        weight = layer.weight
+        if not isinstance(layer, nn.Linear) or type(weight) is not nn.Parameter or is_offloaded(weight):
+            raise UnsupportedTargetError(
+                f"The output matrix of this target is a {type(layer).__name__} over a {type(weight).__name__} on "
+                f"{weight.device.type}, whose rows cannot be copied. Load the target with an output matrix that is "
+                "neither quantised nor adapted nor offloaded, or train a head that has one of its own, without a warm "
+                "start (head.family=eagle3 head.warm_start_positions=0)."
+            )
+        if torch.equal(token_ids.cpu(), torch.arange(weight.shape[0])):
+            return weight, layer.bias  # all of it: no copy
+        token_ids = token_ids.to(weight.device)
+        return weight[token_ids], None if layer.bias is None else layer.bias[token_ids]
 
     def refresh(self) -> None:
         """Notice weights that were changed in place since the last generation (a merged adapter, say)."""

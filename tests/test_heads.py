@@ -8,6 +8,7 @@ import torch
 from mtp.attention import AttentionPass
 from mtp.drafters import TargetStates
 from mtp.heads import HEADS, Head, TrainingBatch
+from mtp.heads.autoregressive import AutoregressiveHead
 from mtp.heads.growing import GrowingHead
 from mtp.model import SpeculativeModel, speculate
 from mtp.target import Target
@@ -20,6 +21,7 @@ from train.losses import soft_cross_entropy
 
 FAMILIES = sorted(HEADS)
 GROWING = [family for family in FAMILIES if issubclass(HEADS[family], GrowingHead)]
+AUTOREGRESSIVE = [family for family in FAMILIES if issubclass(HEADS[family], AutoregressiveHead)]
 
 # A prompt of two turns, then the answer that is trained: user, assistant, user, assistant.
 TWO_TURNS = Row(prompt_ids=(1, 7, 8, 2, 1, 9, 10, 11, 2, 1, 12, 2, 1), response_ids=(13, 14, 15, 16, 2))
@@ -166,10 +168,11 @@ def test_tokens_outside_the_draft_vocabulary_count_as_missed(target: Target) -> 
     assert metrics["accuracy"][0] <= 1 - outside + 1e-9
 
 
-def test_draft_layer_takes_its_rotary_base_from_the_target() -> None:
+@pytest.mark.parametrize("family", AUTOREGRESSIVE)
+def test_draft_layer_takes_its_rotary_base_from_the_target(family: str) -> None:
     target = tiny_target()
     target.config.rope_parameters = {"rope_type": "default", "rope_theta": 1_000_000.0}
-    head = tiny_head("eagle3", target)
+    head = tiny_head(family, target)
     inverse = head.rotary.embedding.inv_freq
     torch.testing.assert_close(inverse[1], torch.tensor(1_000_000.0 ** (-2 / head.config.head_dim)))
 

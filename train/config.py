@@ -6,12 +6,14 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+
+from train.losses import LossName
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -127,7 +129,10 @@ class OptimConfig:
         accumulate: batches a step.
         lr: peak learning rate (AdamW, linear warm-up, cosine to a tenth).
         warmup: share of all steps.
-        step_weight: unrolled step i counts ``step_weight ** i`` (EAGLE-3 uses 0.8).
+        loss: weights of the losses to add up (train/losses.py has each); what is not named is left out.
+        step_weight: unrolled step i counts ``step_weight ** i`` (EAGLE-3 uses 0.8); or a list, one weight a step.
+        own_tokens: share of the positions that follow the head's own guesses at the end of the training, rising
+            steadily from none: where a guess of its own would be wrong, deeper steps are not trained.
         seed: of everything that is random.
     """
 
@@ -140,7 +145,9 @@ class OptimConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     clip_norm: float = 1.0
-    step_weight: float = 0.8
+    loss: dict[LossName, float] = field(default_factory=lambda: {"soft_cross_entropy": 1.0})
+    step_weight: float | tuple[float, ...] = 0.8
+    own_tokens: float = 0.0
     seed: int = 0
 
 
@@ -234,13 +241,18 @@ def build(schema: type[Any], values: Any, prefix: str = "") -> Any:
     if not isinstance(values, dict):
         raise ConfigError(f"{prefix.rstrip('.') or 'The recipe'}: found {values!r}, expected a section of keys.")
     known = {item.name for item in fields(schema)}
+    refuse_unknown_keys(values, known, prefix)
+    hints = typing.get_type_hints(schema)
+    return schema(**{key: _convert(hints[key], value, f"{prefix}{key}") for key, value in values.items()})
+
+
+def refuse_unknown_keys(values: Iterable[Any], known: Collection[str], prefix: str) -> None:
+    """Raise ``ConfigError`` for the first of ``values`` that is not among the ``known``, naming the nearest."""
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"; did you mean {prefix}{near[0]}?" if near else f"; there are {', '.join(sorted(known))}."
             raise ConfigError(f"Unknown key {prefix}{key}{hint}")
-    hints = typing.get_type_hints(schema)
-    return schema(**{key: _convert(hints[key], value, f"{prefix}{key}") for key, value in values.items()})
 
 
 def _convert(kind: Any, value: Any, key: str) -> Any:
@@ -255,15 +267,16 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
                 return None
         elif origin is tuple:
             items = [value] if isinstance(value, str) else value
-            if isinstance(items, list | tuple) and all(isinstance(item, str) for item in items):
-                return tuple(items)
+            if isinstance(items, list | tuple):
+                (kind_of_item, _) = typing.get_args(option)
+                return tuple(_convert(kind_of_item, item, f"{key}.{at}") for at, item in enumerate(items))
         elif origin is float:
             number = _as_float(value)
             if number is not None:
                 return number
         elif origin is dict:
             if isinstance(value, dict):
-                return value
+                return _convert_items(option, value, key)
         elif origin is Literal:
             name = "no" if value is False else value  # YAML reads a bare no as a truth value
             if name in typing.get_args(option):
@@ -273,6 +286,15 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
     raise ConfigError(
         f"{key}: found {value!r} ({type(value).__name__}), expected {' or '.join(map(_name_of, options))}."
     )
+
+
+def _convert_items(kind: Any, values: dict[Any, Any], key: str) -> dict[Any, Any]:
+    names, of_item = typing.get_args(kind)
+    if typing.get_origin(names) is Literal:
+        refuse_unknown_keys(values, typing.get_args(names), f"{key}.")
+    if of_item is Any:
+        return values
+    return {name: _convert(of_item, value, f"{key}.{name}") for name, value in values.items()}
 
 
 def _name_of(kind: Any) -> str:

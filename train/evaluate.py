@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mtp.heads import Head, TrainingBatch
+from mtp.heads import Head, Prediction, TrainingBatch
 from mtp.model import SpeculativeModel
 from mtp.stats import AcceptanceStats
 from mtp.target import Target
 from train.calibrate import Reliability, Watching
 from train.data import Row
 from train.generation import left_padded
-from train.losses import soft_cross_entropy
+from train.losses import Labels, soft_cross_entropy
 from train.processes import ALONE, Share
 
 RANKS = 10
@@ -37,6 +37,17 @@ def teacher_probs(head: Head, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         logits = head.target.unembed(batch.states.hidden[needed], head.draft_ids)
     return logits.float().softmax(-1), place
+
+
+def labels_of(head: Head, batch: TrainingBatch, prediction: Prediction, teacher: tuple[Tensor, Tensor]) -> Labels:
+    """What the target and the text say where ``prediction`` was made; ``teacher`` is from ``teacher_probs``."""
+    probs, place = teacher
+    rows, positions = prediction.rows, prediction.positions
+    return Labels(
+        probs=probs[place[rows, positions]],
+        tokens=head.draft_index(batch.states.tokens[rows, positions + 1]),
+        hidden=batch.states.hidden[rows, positions],
+    )
 
 
 @dataclass

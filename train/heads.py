@@ -7,26 +7,23 @@ Everything is set in the recipe (train/config.py documents each key) or by ``key
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import os
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from mtp.fingerprint import fingerprint_mismatch
-from mtp.heads import Head, head_class
 from mtp.support import UnsupportedTargetError
 from mtp.target import Target
-from train.config import ConfigError, HeadSection, RunConfig, load_config, to_dict
+from train.config import ConfigError, RunConfig, load_config, to_dict
 from train.data import DataError, Row, draft_vocabulary, load_rows, split_rows
 from train.features import CachedFeatures, FeatureSource, OnlineFeatures, resolve_dtype
+from train.fitting import make_head
 from train.joint import JointTrainer, UnadaptedFeatures, check_adapter
 from train.loop import Trainer, flatten, seed_everything
 from train.processes import make_accelerator
@@ -108,27 +105,6 @@ def feature_sources(
     return sources[0], sources[1]
 
 
-def fresh_head(section: HeadSection, target: Target, draft_ids: Tensor) -> Head:
-    """The head that a recipe asks for, with random weights.
-
-    Raises:
-        ConfigError: if there is no such head, or not on this target.
-    """
-    try:
-        family = head_class(section.family)
-    except ValueError as error:
-        raise ConfigError(f"head.family: {error}") from error
-    known = {item.name for item in fields(family.config_class)}
-    if unknown := sorted(set(section.sizes) - known):
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}."
-        raise ConfigError(f"head.sizes: a {section.family} head has no {unknown[0]!r}; {hint}")
-    try:
-        return family.from_target(target, draft_ids, steps=section.steps, nodes=section.nodes, **section.sizes)
-    except ValueError as error:
-        raise ConfigError(f"head: {error}") from error
-
-
 def build_trainer(config: RunConfig) -> Trainer:
     """Everything a run needs, from a recipe."""
     accelerator = make_accelerator(config)
@@ -141,7 +117,7 @@ def build_trainer(config: RunConfig) -> Trainer:
         target = with_lora(target, config.target.adapter)
     seed_everything(config.optim.seed)
     draft_ids = draft_vocabulary(train, config.head.draft_vocab_size, target.vocab_size, target.eos_token_ids)
-    head = fresh_head(config.head, target, draft_ids.to(target.device))
+    head = make_head(config, target, draft_ids)
     sources = feature_sources(config, accelerator, target, train, held_out, head.taps)
     positions = sum(len(row.response_ids) for row in train)
     logger.info(

@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ from train.batches import BatchOrder, trained_positions, training_batch
 from train.checkpoints import Progress, batches_per_step, check_resumable, find_checkpoint, load_state, save_state
 from train.config import RunConfig, to_dict
 from train.data import DataError, length_batches
-from train.evaluate import decode_acceptance, held_out_metrics, teacher_probs
+from train.evaluate import decode_acceptance, held_out_metrics, labels_of, teacher_probs
 from train.features import FeatureSource
-from train.losses import soft_cross_entropy
+from train.losses import mixture, step_weights
 from train.processes import Share, copy_weights, engine, prepare_engine, trained_copy
 
 logger = logging.getLogger(__name__)
@@ -108,11 +108,12 @@ class Trainer:
         counts = trained_positions([self.train.rows[i] for batch in batches for i in batch], self.config.head.steps)
         first = self.progress.step * self.step_batches
         sums = torch.zeros(2, self.config.head.steps, device=self.accelerator.device)
+        own_tokens = self.config.optim.own_tokens * self.progress.step / self.total_steps
         for number, batch in self.share.of(list(enumerate(batches, start=first))):
             # What a head draws belongs to the batch, and not to the process or to what was computed before.
             seed_everything(int(np.random.SeedSequence([self.config.optim.seed, number]).generate_state(1)[0]))
             with self.accelerator.accumulate(self.module):
-                loss, added = self._loss(training_batch(self.train, batch), counts)
+                loss, added = self._loss(replace(training_batch(self.train, batch), own_tokens=own_tokens), counts)
                 sums += added
                 self.accelerator.backward(loss)
                 norm = None
@@ -126,7 +127,7 @@ class Trainer:
         loss, hits = self._sum_over_processes(sums)
         per_step = (loss / counts.clamp_min(1)).tolist()
         return {
-            "loss": round(weighted_mean(per_step, self.config.optim.step_weight), 4),
+            "loss": round(self._over_steps(per_step), 4),
             "step_loss": [round(value, 4) for value in per_step],
             "accuracy": [round(value, 4) for value in (hits / counts.clamp_min(1)).tolist()],
             "positions": int(counts[0]),
@@ -135,7 +136,7 @@ class Trainer:
         }
 
     def _loss(self, batch: TrainingBatch, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Soft cross-entropy of all unrolled steps, each the mean over its trained positions in the whole step.
+        """The recipe's loss of all unrolled steps, each the mean over its trained positions in the whole step.
 
         Args:
             batch: one of the step's batches.
@@ -151,17 +152,21 @@ class Trainer:
 
     def _head_loss(self, batch: TrainingBatch, predictions: list[Prediction], counts: Tensor) -> tuple[Tensor, Tensor]:
         """``_loss`` of what the head predicted for ``batch``."""
-        probs, place = teacher_probs(self.head, batch)
+        teacher = teacher_probs(self.head, batch)
         losses, hits = [], []
         for prediction in predictions:
-            teacher = probs[place[prediction.rows, prediction.positions]]
-            losses.append(soft_cross_entropy(prediction.logits, teacher).sum())
-            labels = batch.states.tokens[prediction.rows, prediction.positions + 1]
-            hits.append((self.head.draft_ids[prediction.logits.detach().argmax(-1)] == labels).sum())
+            labels = labels_of(self.head, batch, prediction, teacher)
+            losses.append(mixture(self.config.optim.loss, prediction, labels).sum())
+            hits.append((prediction.logits.detach().argmax(-1) == labels.tokens).sum())
         means = [loss / max(count, 1) for loss, count in zip(losses, counts.tolist(), strict=True)]
         # Gradients are averaged over the batches of a process and over processes, but the means are sums already.
-        total = self.step_batches * weighted_mean(means, self.config.optim.step_weight)
+        total = self.step_batches * self._over_steps(means)
         return total, torch.stack([torch.stack(losses).detach(), torch.stack(hits)])
+
+    def _over_steps(self, values: Sequence[Any]) -> Any:
+        """The mean of one value (a number or a tensor) an unrolled step, by what each step counts."""
+        weights = step_weights(self.config.optim.step_weight, len(values))
+        return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
     def _sum_over_processes(self, sums: Tensor) -> Tensor:
         """``[2, steps]`` of all processes; on the same occasion they agree whether any of them was asked to stop."""
@@ -336,12 +341,6 @@ class _Interrupts:
     def __exit__(self, *exception: Any) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-
-def weighted_mean(values: Sequence[Any], weight: float) -> Any:
-    """Mean of one value (a number or a tensor) an unrolled step, of which step i counts ``weight ** i``."""
-    weights = [weight**step for step in range(len(values))]
-    return sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
 
 
 def warmup_cosine(total: int, warmup: int, floor: float = 0.1) -> Callable[[int], float]:

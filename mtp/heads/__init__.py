@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
+from mtp.heads.eagle import EagleHead
 from mtp.heads.eagle3 import Eagle3Head
 from mtp.heads.hydra import HydraHead, HydraPlusHead
 from mtp.heads.medusa import MedusaHead
 from mtp.heads.recurrent import RecurrentHead
 
-HEADS: dict[str, type[Head]] = {
-    head.family: head for head in (Eagle3Head, HydraHead, HydraPlusHead, MedusaHead, RecurrentHead)
-}
+FAMILIES: tuple[type[Head], ...] = (Eagle3Head, EagleHead, HydraHead, HydraPlusHead, MedusaHead, RecurrentHead)
+HEADS: dict[str, type[Head]] = {head.family: head for head in FAMILIES}
 
 
 def head_class(family: str) -> type[Head]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from mtp.heads.base import Prediction, TrainingBatch
 from mtp.heads.caching import CachingHead, enter
 from mtp.heads.growing import GrowingConfig
 from mtp.heads.layers import DraftLayer, Rotary, gather_positions, rope_parameters
-from mtp.heads.unrolling import Bases, UnrolledAttention
+from mtp.heads.unrolling import Bases, UnrolledAttention, misses_own_token
 from mtp.target import Target
 
 
@@ -36,6 +36,13 @@ class AutoregressiveConfig(GrowingConfig):
     rms_norm_eps: float = 1e-6
     max_positions: int = 8192
     rope_parameters: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_dim % 2:
+            raise ValueError(
+                f"Rotary positions turn pairs of dimensions; found head_dim={self.head_dim}, an odd number."
+            )
 
 
 def layer_sizes(target: Target) -> dict[str, Any]:
@@ -59,6 +66,7 @@ class AutoregressiveHead(CachingHead):
         rotary: its positions.
     """
 
+    follows_own_tokens: ClassVar[bool] = True
     config: AutoregressiveConfig
     midlayer: DraftLayer
     rotary: Rotary
@@ -86,7 +94,8 @@ class AutoregressiveHead(CachingHead):
         """Training-time test: step s reads the hidden states that step s - 1 produced (EAGLE-3, section 3.2).
 
         At step s a base position sees the true entries up to itself and its own entries of steps 1 to s, exactly what
-        a chain sees when it is drafted.
+        a chain sees when it is drafted.  Of the positions that follow the head's own tokens (``batch.own_tokens``),
+        only steps behind right guesses are trained, as only those are reached in decoding.
         """
         states, layer = batch.states, self.midlayer
         # Under autocast projections give bfloat16; the residual stream stays in the weights' own precision.
@@ -97,6 +106,8 @@ class AutoregressiveHead(CachingHead):
         rows, positions = bases.rows, bases.positions
         residual, x = residual[rows, positions], x[rows, positions]
         hidden = residual
+        follows = torch.rand(len(rows), device=rows.device) < batch.own_tokens
+        reached = torch.ones_like(follows)
         predictions = []
         for step in range(steps):
             if step > 0:
@@ -104,8 +115,13 @@ class AutoregressiveHead(CachingHead):
                 residual, x = self.combine(embeddings[rows, nodes], hidden)
                 attention.add_own(x, step)
             hidden = layer.finish(residual, attention(x, step))
-            trained = batch.bases(step + 2)[rows, positions]
-            predictions.append(Prediction(self.guess(hidden[trained]), rows[trained], positions[trained] + 1 + step))
+            trained = batch.bases(step + 2)[rows, positions] & reached
+            logits, at = self.guess(hidden[trained]), positions[trained] + 1 + step
+            estimate = hidden[trained] if self.estimates_hidden else None
+            predictions.append(Prediction(logits, rows[trained], at, estimate))
+            if batch.own_tokens > 0:
+                misses = misses_own_token(logits, self.draft_index(states.tokens[rows[trained], at + 1]))
+                reached = reached.index_put((trained.nonzero(as_tuple=True)), ~(misses & follows[trained]))
         return predictions
 
     # ---- decoding -------------------------------------------------------------------------------------------------

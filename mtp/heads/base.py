@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp.drafters.base import Drafter, TargetStates
+from mtp.support import UnsupportedTargetError
 from mtp.target import Target
 
 
@@ -23,11 +24,14 @@ class Prediction:
         rows: ``[M]`` the batch row of each prediction.
         positions: ``[M]`` the token position whose *target distribution* each prediction imitates: the distribution
             over the token at ``positions + 1`` given everything up to ``positions``.
+        hidden: ``[M, H]`` what each prediction takes the target's last hidden state at ``positions`` to be; None in
+            families that make no such estimate.
     """
 
     logits: Tensor
     rows: Tensor
     positions: Tensor
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,13 @@ class TrainingBatch:
     Attributes:
         states: the target's states of whole rows, prompt and response, starting at position 0.
         trained: ``[B, T]`` True at the tokens whose prediction is trained (the response, its end token included).
+        own_tokens: probability that the steps unrolled from a position follow the head's own guesses; see
+            ``mtp.heads.unrolling.misses_own_token``.
     """
 
     states: TargetStates
     trained: Tensor
+    own_tokens: float = 0.0
 
     def bases(self, lookahead: int) -> Tensor:
         """``[B, T]`` True at positions t whose guess at the token ``t + lookahead`` is trained."""
@@ -99,10 +106,14 @@ class Head(nn.Module, Drafter):
 
     Attributes:
         family: the registry's name for it.
+        estimates_hidden: whether its predictions hold an estimate of the target's hidden states.
+        follows_own_tokens: whether it unrolls steps that can follow its own guesses.
         draft_ids: ``[Vd]`` target token id of each entry of the draft vocabulary.
     """
 
     family: ClassVar[str]
+    estimates_hidden: ClassVar[bool] = False
+    follows_own_tokens: ClassVar[bool] = False
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
     config: HeadConfig
     draft_ids: Tensor
@@ -129,7 +140,7 @@ class Head(nn.Module, Drafter):
         """Connect to the target, whose embeddings it reads.  The target does not become part of the head's weights.
 
         Raises:
-            ValueError: if the sizes do not fit.
+            ValueError: if the sizes do not fit, or the target lacks a layer that the head reads.
         """
         sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         for name, found in sizes.items():
@@ -137,6 +148,12 @@ class Head(nn.Module, Drafter):
                 raise ValueError(
                     f"This {self.family} head was made for a target with {name} {expected}; the target at hand has "
                     f"{found}. Load the target that the checkpoint names."
+                )
+        for layer in self.config.taps:
+            if not 0 <= layer <= target.num_layers:
+                raise UnsupportedTargetError(
+                    f"This {self.family} head reads layer {layer} of the target (taps {list(self.config.taps)}), but "
+                    f"the target at hand has layers 0 to {target.num_layers}."
                 )
         self._target = (target,)
         return self
@@ -178,6 +195,12 @@ class Head(nn.Module, Drafter):
                 f"tokens 0 to {self.config.vocab_size - 1}."
             )
         self.draft_ids.copy_(draft_ids)
+
+    def draft_index(self, tokens: Tensor) -> Tensor:
+        """``[...]`` target tokens as indices into the draft vocabulary; -1 for those that it does not hold."""
+        index = self.draft_ids.new_full((self.config.vocab_size,), -1)
+        index[self.draft_ids] = torch.arange(self.draft_ids.numel(), device=index.device)
+        return index[tokens]
 
     def num_trainable_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters() if p.requires_grad)

@@ -130,7 +130,7 @@ class RecurrentHead(GrowingHead):
         for block in self.lm_head:
             if isinstance(block, ResidualBlock):
                 block.start_small()
-        self.lm_head[-1].get_parameter("weight").copy_(self.target.output_matrix[self.draft_ids] * scale)
+        self.lm_head[-1].get_parameter("weight").copy_(self.target.output_rows(self.draft_ids)[0] * scale)
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 

@@ -112,3 +112,20 @@ def attend_with_own(
     for at, v in enumerate(own_values):
         out = out + weights[..., length + at, None] * v
     return out.transpose(1, 2).flatten(2)
+
+
+@torch.no_grad()
+def misses_own_token(logits: Tensor, labels: Tensor) -> Tensor:
+    """``[M]`` bool: whether a token that the head draws for itself would not be the text's.
+
+    What comes after a token of its own has a label only where that token is the text's: the target was never asked what
+    follows any other.  There it is all the same which of the two is fed, and elsewhere the deeper steps are left out.
+    So the token need not be drawn: a coin that shows the text's token with the head's probability decides as well.
+
+    Args:
+        logits: ``[M, Vd]`` what the head guesses from.
+        labels: ``[M]`` the text's tokens as indices into the draft vocabulary; negative where it does not hold them.
+    """
+    scores = logits.float()
+    log_q = scores.gather(1, labels.clamp_min(0)[:, None])[:, 0] - scores.logsumexp(-1)
+    return (torch.rand_like(log_q) >= log_q.exp()) | (labels < 0)

@@ -31,22 +31,19 @@ from transformers import (
 from mtp.attention import AttentionPass
 from mtp.drafters import Budget, Draw, TargetStates
 from mtp.heads import HEADS
-from mtp.heads.growing import GrowingHead
 from mtp.heads.medusa import MedusaHead
 from mtp.rules import RULES
 from mtp.sampling import TargetSampler
 from mtp.tree import TokenTree
 from mtp.verify import Distribution, Randomness
 
-# Of every family the smallest trees that branch twice.
-SMALL_TREES = [(family, 7, 3) if issubclass(HEADS[family], GrowingHead) else (family, 5, 4) for family in sorted(HEADS)]
 DRAWN_RULES = [pytest.param(rule.verify_row, id=rule.name) for rule in RULES.values() if rule.drawn]
 
 
 def head_proposals(family: str, nodes: int, draft_vocab: int) -> Proposals:
     """Every tree that a real (random, tiny) head may draw for one prompt."""
     target = tiny_target("llama", vocab=V + 1, layers=2)
-    sizes = {"depth": 2} if issubclass(HEADS[family], GrowingHead) else {}
+    sizes = {"depth": 2} if "depth" in HEADS[family].config_class.__dataclass_fields__ else {}
     head = tiny_head(family, target, draft_vocab=draft_vocab, steps=2, **sizes)
     if isinstance(head, MedusaHead):  # two children, each with a child of its own
         head.set_rank_accuracy(((0.5, 0.4), (0.5, 0.01)))
@@ -62,7 +59,8 @@ def head_proposals(family: str, nodes: int, draft_vocab: int) -> Proposals:
 
 
 @pytest.mark.parametrize("verify_row", DRAWN_RULES)
-@pytest.mark.parametrize(("family", "nodes", "draft_vocab"), [*SMALL_TREES, ("eagle3", 4, 4)])
+@pytest.mark.parametrize("family", sorted(HEADS))
+@pytest.mark.parametrize(("nodes", "draft_vocab"), [(7, 3), (4, 4)])
 def test_trees_drawn_by_real_heads_give_the_targets_law(
     verify_row: RowRule, family: str, nodes: int, draft_vocab: int
 ) -> None:

@@ -1,0 +1,80 @@
+"""From a recipe to a fresh head, or to the reason why this target cannot carry it, before anything is trained."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+from mtp.heads import Head, head_class
+from mtp.support import UnsupportedTargetError
+from mtp.target import Target
+from train.config import ConfigError, HeadSection, OptimConfig, RunConfig, refuse_unknown_keys
+
+GIVEN = {"hidden_size", "vocab_size", "draft_vocab_size", "steps", "nodes", "calibration", "rank_accuracy"}
+
+
+def make_head(config: RunConfig, target: Target, draft_ids: Tensor) -> Head:
+    """The recipe's head, attached to ``target``.
+
+    Args:
+        draft_ids: ``[Vd]`` the draft vocabulary.
+
+    Raises:
+        ConfigError: for a family, size, loss or schedule that does not exist or does not fit the family.
+        UnsupportedTargetError: for a head that this target cannot carry.
+    """
+    section = config.head
+    try:
+        family = head_class(section.family)
+    except ValueError as error:
+        raise ConfigError(f"head.family: {error}") from error
+    sizes = head_sizes(family, section)
+    if section.warm_start_positions > 0:
+        target.output_rows(draft_ids[:1])  # a warm start copies rows of the target's output matrix
+    try:
+        head = family.from_target(
+            target, draft_ids.to(target.device), steps=section.steps, nodes=section.nodes, **sizes
+        )
+    except UnsupportedTargetError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"head: found {section}, which makes no {family.family} head: {error}") from error
+    refuse_unfit_objective(head, config.optim)
+    return head
+
+
+def head_sizes(family: type[Head], section: HeadSection) -> dict[str, Any]:
+    """``head.sizes``, every name checked; lists become tuples."""
+    known = {item.name for item in fields(family.config_class)} - GIVEN
+    refuse_unknown_keys(section.sizes, known, "head.sizes.")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in section.sizes.items()}
+
+
+def refuse_unfit_objective(head: Head, optim: OptimConfig) -> None:
+    """Raise ``ConfigError`` for losses or a schedule that say nothing to this head."""
+    weights, steps = optim.loss, head.config.steps
+    if not any(weights.values()) or not all(0 <= weight < math.inf for weight in weights.values()):
+        raise ConfigError(
+            f"optim.loss: found {weights}; expected weights that are zero or more, at least one of them more than zero."
+        )
+    if weights.get("smooth_l1") and not head.estimates_hidden:
+        raise ConfigError(
+            f"optim.loss.smooth_l1 compares hidden states, but a {head.family} head makes no estimate of the "
+            "target's; set it to 0, or train head.family=eagle."
+        )
+    each = optim.step_weight if isinstance(optim.step_weight, tuple) else (optim.step_weight,) * steps
+    if len(each) != steps or not any(each) or not all(0 <= weight < math.inf for weight in each):
+        raise ConfigError(
+            f"optim.step_weight: found {optim.step_weight}; expected a number above 0, or a list of {steps} weights "
+            "(head.steps), at least one of them above 0."
+        )
+    if not 0 <= optim.own_tokens <= 1:
+        raise ConfigError(f"optim.own_tokens: found {optim.own_tokens}; expected a share between 0 and 1.")
+    if optim.own_tokens > 0 and not head.follows_own_tokens:
+        raise ConfigError(
+            f"optim.own_tokens={optim.own_tokens}, but a {head.family} head has no steps that could follow a guess "
+            "of its own; set it to 0."
+        )
