@@ -194,6 +194,6 @@ def test_the_drafts_of_a_converted_full_vocabulary_head_are_its_likeliest_tokens
     head.start(states, capacity=64)
     tree = head.propose(torch.tensor([5]), Budget(4))
     head.start(states, capacity=64)
-    _, logits = head._read(torch.tensor([5]))
+    _, logits = head.first(torch.tensor([5]))
     first = tree.tokens[0][tree.depths[0] == 1]
     assert set(first.tolist()) <= set(logits[0, 0].topk(3).indices.tolist())
