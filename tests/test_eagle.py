@@ -194,6 +194,6 @@ def test_drafts_are_the_likeliest_tokens_through_the_packed_output_matrix_too(ta
     head.start(states, capacity=64)
     tree = head.propose(torch.tensor([5]), Budget(4))
     head.start(states, capacity=64)
-    _, logits = head._read(torch.tensor([5]))
+    _, logits = head.first(torch.tensor([5]))
     first = tree.tokens[0][tree.depths[0] == 1]
     assert set(first.tolist()) <= set(logits[0, 0].topk(3).indices.tolist())

@@ -228,7 +228,7 @@ def test_answers_with_foreign_token_ids_are_refused(workshop: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["head.family=hydra", "head.sizes={depth: 5}"], r"head: Trees of depth 5 need as many Hydra heads; .*steps=3"),
+        (["head.family=hydra", "head.sizes={depth: 5}"], r"makes no hydra head: Trees of depth 5 need .*steps=3"),
         (
             ["head.family=redrafter", "head.sizes={layer: 2}"],
             r"Unknown key head\.sizes\.layer; did you mean head\.sizes\.layers\?",

@@ -171,7 +171,7 @@ class PrefixLayer(DraftLayer):
 class HydraPlusHead(CachingHead, HydraHead):
     """Hydra++: heads read ``prefix_norm(prefix_embedding_layer(h))`` in place of the final hidden states h."""
 
-    family: ClassVar[str] = "hydra++"
+    family: ClassVar[str] = "hydra_plus"
     config_class: ClassVar[type[HydraConfig]] = HydraPlusConfig
     config: HydraPlusConfig
 
