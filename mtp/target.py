@@ -20,6 +20,7 @@ from mtp.compat import cache_argument
 from mtp.fingerprint import fingerprint
 from mtp.offload import execution_device, is_offloaded
 from mtp.packing import PackedLinears
+from mtp.patches import attention_implementation, evaluation_mode, without_layers
 from mtp.support import MASKED_BY_ARGUMENT, UnsupportedTargetError, position_limit, refuse_unsupported
 
 FINAL = -1  # key of the final hidden states among those captured in a pass
@@ -261,27 +262,6 @@ class Target:
         return found[0]
 
     @contextmanager
-    def _without(self, skip: Collection[int]) -> Iterator[None]:
-        """Inside the block these layers hand on what they are given.  They stay in their list, which models count."""
-        as_tuple = bool(skip) and self._layers_return_tuples
-
-        def hand_on(*args: Any, **kwargs: Any) -> Any:
-            states = args[0] if args else kwargs["hidden_states"]
-            return (states,) if as_tuple else states
-
-        layers = [self.layers[at] for at in skip]
-        before = [layer.__dict__.get("forward") for layer in layers]  # a hook of accelerate's, where there is one
-        for layer in layers:
-            layer.__dict__["forward"] = hand_on
-        try:
-            yield
-        finally:
-            for layer, forward in zip(layers, before, strict=True):
-                del layer.__dict__["forward"]
-                if forward is not None:
-                    layer.__dict__["forward"] = forward
-
-    @contextmanager
     def _ours(
         self, attention: AttentionPass, taps: Sequence[int], skip: Collection[int] = ()
     ) -> Iterator[dict[int, Tensor]]:
@@ -297,8 +277,9 @@ class Target:
             stack.enter_context(self._packed.active())
             if not self._own_attention:
                 stack.enter_context(attention_implementation(self._configs, ATTENTION_NAME))
-            stack.enter_context(_evaluation_mode(self.causal_lm))
-            stack.enter_context(self._without(skip))
+            stack.enter_context(evaluation_mode(self.causal_lm))
+            if skip:
+                stack.enter_context(without_layers([self.layers[at] for at in skip], self._layers_return_tuples))
             for layer in taps:
                 stack.callback(self._tap(layer, captured).remove)
 
@@ -342,31 +323,3 @@ class Target:
     def fingerprint(self) -> str:
         """Identify the target; see ``mtp.fingerprint``."""
         return fingerprint(self.causal_lm, self.config)
-
-
-@contextmanager
-def attention_implementation(configs: list[Any], name: str) -> Iterator[None]:
-    """Within the block, modules with these configs attend through the function registered under ``name``."""
-    before = [config._attn_implementation_internal for config in configs]
-    for config in configs:
-        config._attn_implementation_internal = name
-    try:
-        yield
-    finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation_internal = implementation
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """No dropout inside the block; a model in training mode is afterwards as it was, module by module."""
-    if not model.training:
-        yield
-        return
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training

@@ -20,8 +20,9 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from mtp.attention import ATTENTION_NAME, AttentionPass
 from mtp.heads.unrolling import attend_with_own
+from mtp.patches import attention_implementation
 from mtp.support import MASKED_BY_ARGUMENT, UnsupportedTargetError
-from mtp.target import Target, attention_implementation
+from mtp.target import Target
 
 UNROLLED_NAME = "mtp_unrolled"
 CACHE_ARGUMENTS = (
