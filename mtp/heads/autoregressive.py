@@ -10,6 +10,7 @@ Positions.  The entry at position t holds token ``t + 1`` and the target's state
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -99,6 +100,22 @@ class AutoregressiveHead(CachingHead):
     def guess(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` hidden states of the layer to logits ``[..., Vd]``."""
 
+    def unrolled(self, entries: Tensor, bases: Bases) -> Callable[[Tensor, Tensor, int], Tensor]:
+        """The layer as unrolled steps run it, behind the true tokens' ``entries [B, T, I]``.
+
+        Returns:
+            a function of the steps in turn: from ``residual [M, H]``, ``x [M, I]`` and the step to hidden states
+            ``[M, H]``.
+        """
+        attention = UnrolledAttention(self.midlayer, self.rotary, entries, bases)
+
+        def run(residual: Tensor, x: Tensor, step: int) -> Tensor:
+            if step > 0:
+                attention.add_own(x, step)
+            return self.midlayer.finish(residual, attention(x, step))
+
+        return run
+
     # ---- training -------------------------------------------------------------------------------------------------
 
     def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
@@ -108,12 +125,12 @@ class AutoregressiveHead(CachingHead):
         a chain sees when it is drafted.  Of the positions that follow the head's own tokens (``batch.own_tokens``),
         only steps behind right guesses are trained, as only those are reached in decoding.
         """
-        states, layer = batch.states, self.midlayer
+        states = batch.states
         # Under autocast projections give bfloat16; the residual stream stays in the weights' own precision.
         embeddings = self._embed(states.tokens)
         residual, x = self.combine(embeddings[:, 1:], self.read_states(states)[:, :-1])
         bases = Bases.of(batch, steps)
-        attention = UnrolledAttention(layer, self.rotary, x, bases)
+        run = self.unrolled(x, bases)
         rows, positions = bases.rows, bases.positions
         residual, x = residual[rows, positions], x[rows, positions]
         hidden = residual
@@ -124,8 +141,7 @@ class AutoregressiveHead(CachingHead):
             if step > 0:
                 nodes = (positions + 1 + step).clamp_max(states.tokens.shape[1] - 1)
                 residual, x = self.combine(embeddings[rows, nodes], hidden)
-                attention.add_own(x, step)
-            hidden = layer.finish(residual, attention(x, step))
+            hidden = run(residual, x, step)
             trained = batch.bases(step + 2)[rows, positions] & reached
             logits, at = self.guess(hidden[trained]), positions[trained] + 1 + step
             estimate = hidden[trained] if self.estimates_hidden else None

@@ -16,37 +16,32 @@ pending, slot k has position ``t + 1 + k`` and guesses token ``t + 2 + k``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 from mtp.attention import AttentionPass, attend, mask_bias
 from mtp.cache import TreeCache
-from mtp.drafters.base import Budget, Draw, TargetStates
-from mtp.growth import BestFirstGrowth, drawn_widths
+from mtp.drafters.base import TargetStates
 from mtp.heads.autoregressive import layer_sizes
-from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
+from mtp.heads.base import Prediction, TrainingBatch
 from mtp.heads.blockfit import BlockFit
+from mtp.heads.caching import CachingHead, DraftState
+from mtp.heads.growing import GrowingConfig
 from mtp.heads.layers import DraftLayer, Rotary, gather_positions
 from mtp.heads.unrolling import Bases, attend_with_block
-from mtp.packing import PackedLinears
 from mtp.target import Target
-from mtp.tree import TokenTree
 
 
 @dataclass(frozen=True)
-class BlockConfig(HeadConfig):
-    """Sizes of a block drafter; ``steps`` is the number of slots, and so the depth of its trees.
+class BlockConfig(GrowingConfig):
+    """Sizes of a block drafter; ``steps`` is the number of slots, and no tree is deeper.
 
     Attributes:
         layers: draft layers.
         markov_rank: of the bias that a drafted token lays on the guesses at the next.
-        width: children looked at for each node, and nodes expanded a level.
-        calibration: for each depth from 1 on, offset and slope of the logit of being accepted over the logit of the
-            head's own confidence, fitted to held-out text; empty where that was not measured.
     """
 
     layers: int = 1
@@ -57,14 +52,18 @@ class BlockConfig(HeadConfig):
     max_positions: int = 8192
     rope_parameters: dict[str, Any] = field(default_factory=dict)
     markov_rank: int = 128
-    width: int = 6
-    calibration: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("layers", 0), ("markov_rank", 1), ("width", 1)):
+        for name, least in (("layers", 0), ("markov_rank", 1), ("width", 1), ("depth", 1)):
             if (found := getattr(self, name)) < least:
                 raise ValueError(f"A block drafter needs {name} of at least {least}; found {found}.")
+        if self.depth > self.steps:
+            raise ValueError(
+                f"A block of {self.steps} slots (steps) drafts {self.steps} tokens at most; found depth={self.depth}."
+            )
+        if not self.taps:
+            raise ValueError("A block drafter reads at least one layer of the target; found taps=().")
 
 
 class BlockLayer(DraftLayer):
@@ -76,30 +75,22 @@ class BlockLayer(DraftLayer):
         self.input_layernorm = nn.RMSNorm(hidden, eps=eps)
 
 
-@dataclass
-class BlockState:
-    """One generation: the context's keys and values, and the target's states that are not among them yet."""
-
-    cache: TreeCache
-    unread: TargetStates | None
-
-
-class BlockHead(Head):
+class BlockHead(CachingHead):
     """See the module's text."""
 
     family: ClassVar[str] = "block"
-    config_class: ClassVar[type[HeadConfig]] = BlockConfig
+    config_class: ClassVar[type[BlockConfig]] = BlockConfig
     config: BlockConfig
-    state: BlockState
+    feature_mean: Tensor
     feature_scale: Tensor
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
-        if not config.taps:
-            raise ValueError("A block drafter reads at least one layer of the target; found taps=().")
         hidden, features = config.hidden_size, (len(config.taps) + 1) * config.hidden_size
         self.fc = nn.Linear(features, hidden, bias=False)
-        # As in EAGLE-3: some dimensions of a residual stream are hundreds of times larger than others.
+        # Some dimensions of a residual stream are hundreds of times larger than others, and some never change sign:
+        # raw, one step of the optimiser would move what they feed by as much.
+        self.register_buffer("feature_mean", torch.zeros(features))
         self.register_buffer("feature_scale", torch.ones(features))
         self.context_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.embedding_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
@@ -115,13 +106,14 @@ class BlockHead(Head):
         for parameter in self.confidence.parameters():
             nn.init.zeros_(parameter)
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_positions)
-        self._packed = PackedLinears(self)
+        self._block: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
         defaults = {
             "taps": target.default_taps(),
             "markov_rank": min(BlockConfig.markov_rank, target.hidden_size),
+            "depth": sizes.get("steps", BlockConfig.steps),
             **layer_sizes(target),
         }
         config = BlockConfig(
@@ -144,7 +136,8 @@ class BlockHead(Head):
         assert states.taps is not None
         features = torch.cat([states.taps, states.hidden], dim=-1)
         # Under autocast projections give bfloat16; features and slots stay in the weights' own precision.
-        return self.fc(features.to(self.feature_scale.dtype) / self.feature_scale).to(self.fc.weight.dtype)
+        centred = (features.to(self.feature_scale.dtype) - self.feature_mean) / self.feature_scale
+        return self.fc(centred).to(self.fc.weight.dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """``[...] -> [..., H]``: the target's embeddings at unit scale."""
@@ -219,10 +212,11 @@ class BlockHead(Head):
         for batch in batches:
             fit.add(batch, self.embed)
         maps = fit.solve(self.config.markov_rank)
+        self.feature_mean.copy_(maps.feature_mean)
         self.feature_scale.copy_(maps.feature_scale)
         self.fc.weight.copy_(maps.context * maps.feature_scale)
         self.slots.weight.copy_(maps.slots.flatten(0, 1))
-        self.slots.bias.zero_()
+        self.slots.bias.copy_(maps.slots_bias.flatten())
         for down, start in zip(self.markov_down, maps.markov_down, strict=True):
             down.get_parameter("weight").copy_(start)
         output = self.target.output_rows(self.draft_ids)[0].float() * maps.scale
@@ -236,38 +230,29 @@ class BlockHead(Head):
 
     @torch.no_grad()
     def start(self, states: TargetStates, capacity: int) -> None:
-        cache = TreeCache(
-            self.config.layers, states.tokens.shape[0], capacity + self.config.steps, self.fc.weight.device
+        slots, layers = self.config.steps, self.config.layers
+        self.state = DraftState(
+            TreeCache(layers, states.tokens.shape[0], capacity + slots, self.draft_ids.device), states
         )
-        self.state = BlockState(cache, states)
 
-    @torch.no_grad()
-    def observe(self, states: TargetStates) -> None:
-        unread = self.state.unread
-        self.state.unread = states if unread is None else unread.then(states)
+    def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft the block.  What a token carries is no more than how far its children are believed ``[B, W, 1]``."""
+        block = self._draft(pending)
+        self._block = block, self.lm_head(block)
+        return self._guess(pending[:, None], depth=0)
 
-    @torch.no_grad()
-    def select_rows(self, rows: Tensor) -> None:
-        cache = self.state.cache
-        cache.select_rows(rows, int(cache.lengths[rows].max()))
-        assert self.state.unread is not None
-        self.state.unread = self.state.unread.select_rows(rows)
+    def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        return self._guess(tokens, depth)
 
-    @torch.no_grad()
-    def rewind(self, length: int) -> int:
-        kept = min(length, int(self.state.cache.lengths[0]))
-        self.state.cache.crop(kept)
-        self.state.unread = None
-        return kept
+    def _guess(self, before: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """What follows the tokens ``before [B, W]``: confidences ``[B, W, 1]`` and logits ``[B, W, Vd]``."""
+        assert self._block is not None
+        block, logits = self._block
+        guess, confidence = self.follow(logits[:, depth, None], block[:, depth, None], before, depth)
+        return confidence[..., None], guess
 
-    @torch.no_grad()
-    def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
-        with self._packed.active():
-            block = self._draft(pending)
-            logits = self.lm_head(block)
-            if draw is None:
-                return self._grow_best_first(pending, budget, block, logits)
-            return self._grow_drawn(pending, budget, block, logits, draw)
+    def confidence_of(self, carry: Tensor) -> Tensor:
+        return carry[..., 0].float()
 
     def _draft(self, pending: Tensor) -> Tensor:
         """Enter what was committed since the last call, and draft a block behind it: ``[B, K, H]``."""
@@ -299,43 +284,3 @@ class BlockHead(Head):
             x = layer.finish(x, attend(query, key, value, bias, self.config.head_dim**-0.5).flatten(2))
         cache.discard()
         return x
-
-    def _guess(self, block: Tensor, logits: Tensor, before: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Logits ``[B, W, Vd]`` and confidences ``[B, W]`` of what follows the tokens ``before [B, W]``."""
-        return self.follow(logits[:, depth, None], block[:, depth, None], before, depth)
-
-    def _grow_best_first(self, pending: Tensor, budget: Budget, block: Tensor, logits: Tensor) -> TokenTree:
-        growth = BestFirstGrowth(pending, budget, self.config.width, self._calibrated)
-        before = pending[:, None]
-        for depth in range(self.config.steps):
-            if depth > 0:
-                if not growth.pays_to_go_on():
-                    break
-                before, _, _ = growth.frontier()
-            guess, confidence = self._guess(block, logits, before, depth)
-            growth.add(torch.log_softmax(guess.float(), dim=-1), self.draft_ids, confidence=confidence.float())
-        return growth.tree()
-
-    def _grow_drawn(self, pending: Tensor, budget: Budget, block: Tensor, logits: Tensor, draw: Draw) -> TokenTree:
-        # The shape of a drawn tree must not depend on what is drawn, so costs cannot cut it: it has the head's size.
-        nodes = budget.nodes if budget.costs is None else min(budget.nodes, self.config.nodes)
-        branching, expanded = drawn_widths(nodes, min(self.config.steps, budget.levels or self.config.steps))
-        if not expanded:
-            return TokenTree.root_only(pending)
-        growth = BestFirstGrowth(pending, budget, width=branching)
-        before = pending[:, None]
-        for depth, width in enumerate(expanded):
-            if depth > 0:
-                before, _, _ = growth.frontier(width)
-            growth.add(draw.log_probs(self._guess(block, logits, before, depth)[0]), self.draft_ids, draw)
-        return growth.drawn_tree(self.config.vocab_size)
-
-    def _calibrated(self, log_q: Tensor, depth: int) -> Tensor:
-        """Log-probability of being accepted, from the head's own; see ``BlockConfig.calibration``."""
-        if not self.config.calibration:
-            return log_q
-        offset, slope = self.config.calibration[min(depth, len(self.config.calibration)) - 1]
-        return F.logsigmoid(offset + slope * torch.logit(log_q.exp(), eps=1e-6))
-
-    def set_calibration(self, calibration: tuple[tuple[float, float], ...]) -> None:
-        self.config = replace(self.config, calibration=calibration)

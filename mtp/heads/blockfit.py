@@ -18,17 +18,22 @@ class BlockMaps:
     """Where a block drafter starts.
 
     Attributes:
-        feature_scale: ``[F]`` root mean square of each of the target's F features.
-        context: ``[H, F]`` from features to the H directions that say most about all slots, of unit variance each.
+        feature_mean: ``[F]`` of each of the target's F features.
+        feature_scale: ``[F]`` standard deviation of each.
+        context: ``[H, F]`` from centred features to the H directions that say most about all slots, each of unit
+            variance.
         slots: ``[K, H, 2H]`` from [embedding of the pending token; context] to the state that slot k guesses from.
+        slots_bias: ``[K, H]`` what the features' means add to it.
         markov_up: ``[H, r]``, and ``markov_down``: ``[r, H]`` for each slot but the first, what the embedding of the
             token before a guess adds to that state.
         scale: of the target's final states, by which the states above are divided.
     """
 
+    feature_mean: Tensor
     feature_scale: Tensor
     context: Tensor
     slots: Tensor
+    slots_bias: Tensor
     markov_up: Tensor
     markov_down: list[Tensor]
     scale: float
@@ -54,6 +59,7 @@ class BlockFit:
         # Outputs: the K states, then the K - 1 embeddings that the later guesses follow.
         self.known = RidgeRegression(inputs, (2 * slots - 1) * width, device)
         self.before = [RidgeRegression(width, width, device) for _ in range(slots - 1)]
+        self.total = torch.zeros(features, dtype=torch.float64, device=device)
         self.scale: float | None = None
 
     def add(self, batch: TrainingBatch, embed: Callable[[Tensor], Tensor]) -> None:
@@ -71,6 +77,7 @@ class BlockFit:
         ahead = [states.hidden[rows, bases + 1 + slot] / self.scale for slot in range(slots)]
         before = [embed(states.tokens[rows, bases + 1 + slot]) for slot in range(1, slots)]
         self.known.add(known, torch.cat([*ahead, *before], dim=-1))
+        self.total += known[:, self.width :].sum(0)
         for fit, embedding, state in zip(self.before, before, ahead[1:], strict=True):
             fit.add(embedding, state)
 
@@ -91,12 +98,16 @@ class BlockFit:
         inputs = known.gram.shape[0]
         from_embedding = torch.stack([w[:, :width] for w in maps])
         from_features = torch.stack([w[:, width:inputs] for w in maps])
-        context, reading = self._context(from_features)
+        mean = self.total / known.count
+        covariance = known.gram[width:, width:] / known.count - mean[:, None] * mean
+        context, reading = _shared_rows(from_features.double(), covariance, width)
         up, down = _shared_columns([w[:, inputs:] for w in maps[1:]], width, rank)
         return BlockMaps(
-            feature_scale=(known.gram.diagonal()[width:] / known.count).sqrt().clamp_min(1e-6).float(),
+            feature_mean=mean.float(),
+            feature_scale=covariance.diagonal().clamp_min(1e-12).sqrt().float(),
             context=context.float(),
             slots=torch.cat([from_embedding, reading.float()], dim=-1),
+            slots_bias=(from_features.double() @ mean).float(),
             markov_up=up.to(from_embedding),
             markov_down=down,
             scale=self.scale,
@@ -112,22 +123,24 @@ class BlockFit:
         joint.cross = torch.cat([known.cross[:, slot * width : (slot + 1) * width], before.cross], dim=0)
         return joint.solve()
 
-    def _context(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """The H directions of the features from which ``maps [K, H, F]`` can be read best, and how to read them.
 
-        Returns:
-            ``C [H, F]`` and ``R [K, H, H]`` with ``maps ~ R C``; ``C f`` has unit variance in each direction.
-        """
-        width, maps = self.width, maps.double()
-        covariance = self.known.gram[width:, width:] / self.known.count
-        scale = covariance.diagonal().clamp_min(1e-12).sqrt()
-        normalised = covariance / scale[:, None] / scale
-        normalised.diagonal().add_(1e-4)
-        root = torch.linalg.cholesky(normalised) * scale[:, None]  # features = root @ white noise
-        whitened = maps @ root
-        directions = torch.linalg.eigh(whitened.flatten(0, 1).T @ whitened.flatten(0, 1)).eigenvectors[:, -width:]
-        context = torch.linalg.solve_triangular(root, directions.T, upper=False, left=False)
-        return context, whitened @ directions
+def _shared_rows(maps: Tensor, covariance: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The ``width`` directions of features from which ``maps [K, H, F]`` can be read best, and how to read them.
+
+    Args:
+        covariance: ``[F, F]`` of the features.
+
+    Returns:
+        ``C [width, F]`` and ``R [K, H, width]`` with ``maps ~ R C``; ``C f`` has unit variance in each direction.
+    """
+    scale = covariance.diagonal().clamp_min(1e-12).sqrt()
+    normalised = covariance / scale[:, None] / scale
+    normalised.diagonal().add_(1e-4)
+    root = torch.linalg.cholesky(normalised) * scale[:, None]  # features = root @ white noise
+    whitened = maps @ root
+    rows = whitened.flatten(0, 1)
+    directions = torch.linalg.eigh(rows.T @ rows).eigenvectors[:, -width:]
+    return torch.linalg.solve_triangular(root, directions.T, upper=False, left=False), whitened @ directions
 
 
 def _shared_columns(maps: list[Tensor], width: int, rank: int) -> tuple[Tensor, list[Tensor]]:

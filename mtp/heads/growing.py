@@ -61,6 +61,10 @@ class GrowingHead(Head):
             depth: of these tokens; the root's children have 1.
         """
 
+    def confidence_of(self, carry: Tensor) -> Tensor | None:
+        """``[B, W]`` what is added to the logits of the likeliest guesses' probabilities; see ``Prediction``."""
+        return None
+
     def start(self, states: TargetStates, capacity: int) -> None:
         self.observe(states)
 
@@ -81,13 +85,13 @@ class GrowingHead(Head):
     def _best_first(self, pending: Tensor, budget: Budget) -> TokenTree:
         growth = BestFirstGrowth(pending, budget, self.config.width, self._calibrated)
         carry, logits = self.first(pending)
-        growth.add(torch.log_softmax(logits.float(), dim=-1), self.draft_ids)
+        growth.add(torch.log_softmax(logits.float(), dim=-1), self.draft_ids, confidence=self.confidence_of(carry))
         for depth in range(1, self.config.depth):
             if not growth.pays_to_go_on():
                 break
             tokens, parents, seen = growth.frontier()
             carry, logits = self.then(tokens, gather_positions(carry, parents), seen, depth)
-            growth.add(torch.log_softmax(logits.float(), dim=-1), self.draft_ids)
+            growth.add(torch.log_softmax(logits.float(), dim=-1), self.draft_ids, confidence=self.confidence_of(carry))
         return growth.tree()
 
     def _drawn(self, pending: Tensor, budget: Budget, draw: Draw) -> TokenTree:

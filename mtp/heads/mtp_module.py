@@ -9,7 +9,7 @@ known yet, and is trained unrolled.  Where a target ships a module, ``from_targe
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache
 from mtp.attention import AttentionPass
 from mtp.drafters.base import TargetStates
 from mtp.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, layer_sizes
-from mtp.heads.base import Prediction, TrainingBatch
+from mtp.heads.base import TrainingBatch
 from mtp.heads.layers import gather_positions
 from mtp.heads.shipped import shipped_module
 from mtp.heads.target_layer import ADVICE, TargetLayer, full_attention_layer
@@ -170,28 +170,19 @@ class MtpModuleHead(AutoregressiveHead):
 
     # ---- training -------------------------------------------------------------------------------------------------
 
-    def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
-        """As in decoding: the true entries up to a base position, then the module's own hidden states."""
-        states = batch.states
-        embeddings = self._embed(states.tokens)
-        _, x = self.combine(embeddings[:, 1:], self.read_states(states)[:, :-1])
-        nothing = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+    def unrolled(self, entries: Tensor, bases: Bases) -> Callable[[Tensor, Tensor, int], Tensor]:
+        nothing = torch.zeros(entries.shape[0], dtype=torch.long, device=entries.device)
         cache = DynamicCache()
-        entries = self.layer(x, AttentionPass.over_chain(x.shape[1], nothing, 0), cache)
-        bases = Bases.of(batch, steps)
-        rows, positions = bases.rows, bases.positions
-        visible = torch.arange(x.shape[1], device=x.device) <= bases.grid[:, :, None]
-        hidden = self._hidden(entries[rows, positions])
-        predictions = []
-        for step in range(steps):
-            if step > 0:
-                nodes = (positions + 1 + step).clamp_max(states.tokens.shape[1] - 1)
-                _, x = self.combine(embeddings[rows, nodes], hidden)
-                streamed = self.layer.unrolled(bases.spread(x), bases.grid + step, visible, cache)
-                hidden = self._hidden(streamed[bases.place])
-            trained = batch.bases(step + 2)[rows, positions]
-            predictions.append(Prediction(self.guess(hidden[trained]), rows[trained], positions[trained] + 1 + step))
-        return predictions
+        true = self.layer(entries, AttentionPass.over_chain(entries.shape[1], nothing, 0), cache)
+        visible = torch.arange(entries.shape[1], device=entries.device) <= bases.grid[:, :, None]
+
+        def run(residual: Tensor, x: Tensor, step: int) -> Tensor:
+            if step == 0:
+                return self._hidden(true[bases.rows, bases.positions])
+            streamed = self.layer.unrolled(bases.spread(x), bases.grid + step, visible, cache)
+            return self._hidden(streamed[bases.place])
+
+        return run
 
     @torch.no_grad()
     def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
