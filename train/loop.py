@@ -234,7 +234,8 @@ class Trainer:
         self._log({"event": "diagnosis", **found})
         if self.accelerator.is_main_process:
             write_json(self.output / "diagnosis.json", {"step": self.progress.step, **found})
-        self._say(as_text(found))
+        if not self.config.dry_run:  # of one batch, and of no interest
+            self._say(as_text(found))
         rows = self.held_out.rows[: self.config.eval.samples] if self.tokenizer is not None else []
         samples = sample_answers(self.head, rows, self.tokenizer, self.config.eval.max_new_tokens)
         self._log({"event": "samples", "samples": samples})
