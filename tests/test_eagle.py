@@ -19,6 +19,7 @@ from train.data import Row
 from train.evaluate import labels_of, teacher_probs
 from train.features import OnlineFeatures
 from train.loop import training_batch
+from train.losses import mixture, smooth_l1
 
 FOLLOWING = [family for family, head in sorted(HEADS.items()) if head.follows_own_tokens]
 PROMPT, ANSWER = (3, 9, 4, 11), (13, 14, 7, 15, 2)
@@ -125,6 +126,26 @@ def test_a_warm_start_is_the_best_linear_guess_at_the_next_state() -> None:
     best = (x.double() @ torch.linalg.pinv(x.double(), rtol=1e-6) @ truth.double() - truth).pow(2).mean()
     assert best - 1e-6 <= error <= 1.05 * best
     assert error < 0.8 * truth.pow(2).mean()
+
+
+def test_regression_brings_the_estimate_to_the_targets_state(target: Target) -> None:
+    head = eagle(target, noise=0.05).train()
+    batch = batch_for(target)
+    optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
+    errors = []
+    for _ in range(80):
+        teacher = teacher_probs(head, batch)
+        losses = [
+            mixture({"smooth_l1": 1.0, "soft_cross_entropy": 0.1}, step, labels_of(head, batch, step, teacher)).mean()
+            for step in head.unroll(batch, 2)
+        ]
+        optimizer.zero_grad()
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+        last = head.unroll(batch, 2)[1]
+        assert last.hidden is not None
+        errors.append(smooth_l1(last.hidden, batch.states.hidden[last.rows, last.positions]).mean().item())
+    assert errors[-1] < 0.2 * errors[0]
 
 
 class QuantisedWeight(torch.nn.Parameter):

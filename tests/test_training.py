@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import mtp
-from mtp.heads import HEADS
+from mtp.heads import HEADS, Prediction, TrainingBatch
+from mtp.heads.autoregressive import AutoregressiveHead
 from tests.tiny import padded, random_prompts, tiny_model
 from train import heads as program
 from train.checkpoints import find_checkpoint, whole_checkpoints
@@ -149,6 +150,22 @@ def test_an_interrupted_run_resumes_to_exactly_the_weights_of_an_uninterrupted_o
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
+
+
+def test_own_tokens_take_over_steadily_as_training_goes_on(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares: list[float] = []
+    unroll = AutoregressiveHead.unroll
+
+    def watch(head: AutoregressiveHead, batch: TrainingBatch, steps: int) -> list[Prediction]:
+        if head.training:
+            shares.append(batch.own_tokens)
+        return unroll(head, batch, steps)
+
+    monkeypatch.setattr(AutoregressiveHead, "unroll", watch)
+    trainer, _ = train(workshop, tmp_path / "run", *OPTIONS, "optim.own_tokens=0.5")
+    assert shares == pytest.approx([0.5 * step / trainer.total_steps for step in range(trainer.total_steps)])
 
 
 def test_a_killed_run_resumes_from_its_newest_whole_checkpoint(workshop: Path, tmp_path: Path) -> None:
