@@ -37,6 +37,11 @@ def check_adapter(config: RunConfig, accelerator: Accelerator) -> None:
             f"features.mode={config.features.mode}: the states of a target that is trained along change with every "
             "step; set features.mode=online, or target.adapter.rank=0."
         )
+    if not isinstance(config.features.prompt_positions, str):
+        raise ConfigError(
+            f"features.prompt_positions={config.features.prompt_positions}: a target that is trained along reads whole "
+            "prompts; set features.prompt_positions=all, or target.adapter.rank=0."
+        )
     if config.bundle_target:
         raise ConfigError(
             "bundle_target=true: a checkpoint with an adapter holds the adapter and names its target; set "
