@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from mtp.heads import HEADS
 from tests.test_training import recipe, workshop  # noqa: F401  (a fixture)
 from train import heads as program
 from train.config import ConfigError, load_config
-from train.data import DataError
-from train.dry_run import check_step, dry_run, seconds_a_batch, trainer_steps
+from train.data import DataError, Row
+from train.dry_run import batch_size, check_step, dry_run, seconds_a_batch, trainer_steps
 
 
 def tried(workshop: Path, output: Path, *overrides: str) -> Any:  # noqa: F811
@@ -114,4 +113,10 @@ def test_time_of_a_batch_leaves_out_the_first() -> None:
 def test_steps_are_counted_as_the_trainer_counts_them(workshop: Path, tmp_path: Path) -> None:  # noqa: F811
     config = load_config(recipe(workshop, tmp_path, "optim.epochs=3", "optim.accumulate=2"))
     assert trainer_steps(7, config, 2) == 4
-    assert json.dumps(trainer_steps(1, config, 1)) == "1"
+    assert trainer_steps(1, config, 4) == 1
+
+
+def test_a_batch_with_more_to_train_counts_as_larger() -> None:
+    rows = [Row((1,) * 8, (2,) * 2), Row((1,) * 2, (2,) * 8), Row((1,), (2,))]
+    assert batch_size(rows, [0]) == 12 < batch_size(rows, [1]) == 18
+    assert batch_size(rows, [1, 2]) == 20 + 9  # padding costs, too
