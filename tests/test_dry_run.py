@@ -12,8 +12,8 @@ from mtp.heads import HEADS
 from tests.test_training import recipe, workshop  # noqa: F401  (a fixture)
 from train import heads as program
 from train.config import ConfigError, load_config
-from train.data import DataError
-from train.dry_run import check_step, dry_run, seconds_a_batch
+from train.data import DataError, Row
+from train.dry_run import batch_size, check_step, dry_run, seconds_a_batch
 
 
 def tried(workshop: Path, output: Path, *overrides: str) -> Any:  # noqa: F811
@@ -108,3 +108,9 @@ def test_time_of_a_batch_leaves_out_the_first() -> None:
     log = [{"event": "step", "seconds": value} for value in (9.0, 10.0, 12.0)] + [{"event": "evaluation"}]
     assert seconds_a_batch(log) == 1.5
     assert seconds_a_batch(log[:1]) == 9.0
+
+
+def test_a_batch_with_more_to_train_counts_as_larger() -> None:
+    rows = [Row((1,) * 8, (2,) * 2), Row((1,) * 2, (2,) * 8), Row((1,), (2,))]
+    assert batch_size(rows, [0]) == 12 < batch_size(rows, [1]) == 18
+    assert batch_size(rows, [1, 2]) == 20 + 9  # padding costs, too

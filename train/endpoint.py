@@ -286,7 +286,7 @@ def with_end(ids: list[int], choice: dict[str, Any], end_ids: set[int]) -> list[
 def _end_ids(path: str, revision: str | None, config: Any) -> set[int]:
     """As ``Target.eos_token_ids``: the generation config's, else the config's."""
     try:
-        found = GenerationConfig.from_pretrained(path, revision=revision).eos_token_id
+        found = GenerationConfig.from_pretrained(path, revision=revision or "main").eos_token_id
     except OSError:  # there is none
         found = None
     found = config.eos_token_id if found is None else found

@@ -159,7 +159,7 @@ def enumerated_law(target: Target, make: Callable[[], Drafter]) -> tuple[dict[tu
     def write() -> tuple[int, ...]:
         sampler = Enumerated(LogitsProcessorList(), do_sample=True, randomness=branches)
         stop = StopRule(StoppingCriteriaList([MaxLengthCriteria(len(PROMPT) + LENGTH)]), target.device)
-        decoder = Decoder(target, make(), sampler, stop, DecodeSettings(FixedPlanner(5)))
+        decoder = Decoder(target, make().attach(target), sampler, stop, DecodeSettings(FixedPlanner(5)))
         row = decoder.run([PROMPT], [PROMPT])[0]
         kept.append(sum(row.kept))
         return tuple(row.ids[len(PROMPT) :])
