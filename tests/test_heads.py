@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -212,6 +214,20 @@ def test_a_head_refuses_a_target_of_another_size() -> None:
     head = tiny_head("medusa", tiny_target())
     with pytest.raises(ValueError, match=r"vocab_size 24.*48"):
         head.attach(tiny_target(vocab=48))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"taps": ()}, "at least one layer"),
+        ({"layers": -1}, "layers of at least 0"),
+        ({"markov_rank": 0}, "markov_rank of at least 1"),
+        ({"steps": 3, "depth": 4}, "drafts 3 tokens at most; found depth=4"),
+    ],
+)
+def test_a_block_drafter_that_cannot_be_is_refused(sizes: dict[str, Any], reason: str, target: Target) -> None:
+    with pytest.raises(ValueError, match=reason):
+        HEADS["block"].from_target(target, torch.arange(VOCAB), **sizes)
 
 
 def test_a_prefill_pass_sees_no_later_token() -> None:
