@@ -71,7 +71,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--top-p", type=float, metavar="P", help="when sampling (default: the target's own)")
     parser.add_argument("--top-k", type=int, metavar="K", help="when sampling; 0 is all (default: the target's own)")
     parser.add_argument("--seed", type=int, help="of the draws when sampling")
-    parser.add_argument("--drafter", help="another drafter than the checkpoint's head; none decodes plainly")
     parser.add_argument("--compare", action="store_true", help="with and without drafting, side by side")
     parser.add_argument("--no-color", action="store_true", help="no colours (NO_COLOR is honoured too)")
     options = parser.parse_args(arguments)
@@ -259,11 +258,6 @@ def run(options: argparse.Namespace) -> None:
     text = None if options.chat else read_prompt(options)
     model = load_model(options)
     tokenizer = load_tokenizer(model, options)
-    if options.drafter is not None:
-        try:
-            model.drafter_for(options.drafter)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
     seed(options)
     if text is None:
         chat(model, tokenizer, options)

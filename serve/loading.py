@@ -28,6 +28,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="default: the accelerator if there is one, else the CPU")
     parser.add_argument("--threads", type=positive, help="CPU threads of torch")
     parser.add_argument("--trust-remote-code", action="store_true", help="allow code that comes with the target")
+    parser.add_argument(
+        "--drafter",
+        help='another drafter than the checkpoint\'s head, or several joined by + ("head+ngram"); none decodes plainly',
+    )
     parser.add_argument("--nodes", type=positive, help="most nodes of a draft tree, the root included")
 
 
@@ -51,7 +55,9 @@ def load_model(arguments: argparse.Namespace) -> mtp.SpeculativeModel:
     try:
         # A wrong folder is said before the target, which may be large, is read.
         read_config(arguments.folder)
-        return mtp.load(arguments.folder, arguments.target, **options)
+        model = mtp.load(arguments.folder, arguments.target, **options)
+        model.drafter_for(arguments.drafter)  # an unknown name is said before anything is decoded
+        return model
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 

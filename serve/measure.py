@@ -156,7 +156,7 @@ def description(model: SpeculativeModel, options: argparse.Namespace) -> dict[st
             "cores": os.cpu_count(),
         },
         "settings": {
-            "drafter": getattr(model.drafter, "family", type(model.drafter).__name__),
+            "drafter": options.drafter or getattr(model.drafter, "family", type(model.drafter).__name__),
             "nodes": options.nodes or "auto",
             "max_new_tokens": options.max_new_tokens,
             "batch_size": options.batch_size,
@@ -171,7 +171,7 @@ def description(model: SpeculativeModel, options: argparse.Namespace) -> dict[st
 def decodings(options: argparse.Namespace) -> list[Decoding]:
     """One for each temperature and rule; greedy text has one rule."""
     return [
-        Decoding(options.max_new_tokens, value, options.seed, options.nodes, rule)
+        Decoding(options.max_new_tokens, value, options.seed, options.nodes, rule, options.drafter)
         for value in options.temperature
         for rule in (dict.fromkeys(options.rule) if value > 0 else [AUTO])
     ]

@@ -32,6 +32,7 @@ class Decoding:
         seed: of the draws.
         nodes: of a draft tree; None is the drafter's own choice.
         rule: of acceptance, by name, for drafting (``mtp.rules``).
+        drafter: by name; None is the checkpoint's own.
     """
 
     max_new_tokens: int
@@ -39,6 +40,7 @@ class Decoding:
     seed: int = 0
     nodes: int | None = None
     rule: str = AUTO
+    drafter: str | None = None
 
     def options(self) -> dict[str, Any]:
         """Arguments of ``generate``."""
@@ -157,7 +159,7 @@ def _call_of(
         **options,
         "return_dict_in_generate": True,
         "nodes": decoding.nodes,
-        "drafter": "none" if system == PLAIN else None,
+        "drafter": "none" if system == PLAIN else decoding.drafter,
         "rule": decoding.rule if system == DRAFTED else AUTO,
         "on_token": None if clock is None else clock.on_token,
     }

@@ -63,7 +63,7 @@ def test_a_batch_that_does_not_fit_is_said_with_what_to_lower(
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr("train.loop.soft_cross_entropy", full)
+    monkeypatch.setattr("train.loop.mixture", full)
     with pytest.raises(ConfigError, match=r"allocate 2.00 GiB.*optim\.batch_positions \(now 200\)"):
         tried(workshop, tmp_path / "run")
     assert not (tmp_path / "run" / ".dry_run").exists()

@@ -499,3 +499,14 @@ def test_the_first_of_each_category_and_batches_of_one() -> None:
         ["2", "7"],
     ]
     assert all(len({question.category for question in batch}) == 1 for batch in batches)
+
+
+def test_another_drafter_is_measured_by_name_and_an_unknown_one_refused(checkpoint: Path, tmp_path: Path) -> None:
+    data, output = write_jsonl(tmp_path / "questions.jsonl", QUESTIONS), tmp_path / "out.json"
+    arguments = [str(checkpoint), "--data", str(data), "--max-new-tokens", "6", "--output", str(output), "--drafter"]
+    assert main([*arguments, "head+ngram", "--nodes", "5"]) == 0
+    report = json.loads(output.read_text(encoding="utf-8"))
+    assert report["settings"]["drafter"] == "head+ngram"
+    assert report["results"][0]["equality"]["drafted"]["equal"] == len(QUESTIONS)
+    with pytest.raises(SystemExit, match="No drafter 'crystal'"):
+        main([*arguments, "crystal"])

@@ -318,7 +318,7 @@ class Trainer:
     def _log(self, values: dict[str, Any]) -> None:
         if not self.accelerator.is_main_process:
             return
-        values = {"step": self.progress.step, "seconds": round(self.progress.seconds, 1), **values}
+        values = {"step": self.progress.step, "seconds": round(self.progress.seconds, 3), **values}
         self.output.mkdir(parents=True, exist_ok=True)
         with (self.output / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
