@@ -15,7 +15,16 @@ from mtp.checkpoint import (
     read_acceptance,
     save_checkpoint,
 )
-from mtp.drafters import DRAFTERS, Assistant, Drafter, EarlyExit
+from mtp.drafters import (
+    DRAFTERS,
+    Assistant,
+    Drafter,
+    EarlyExit,
+    MixedDrafter,
+    NgramDrafter,
+    OutputStore,
+    RecyclingDrafter,
+)
 from mtp.heads import HEADS, Head
 from mtp.model import SpeculativeModel, SpeculativeOutput, speculate
 from mtp.past import Past
@@ -61,7 +70,7 @@ def available_heads() -> list[str]:
 
 
 def available_drafters() -> list[str]:
-    """Drafters that need no training."""
+    """Drafters that need no training; several joined by ``+`` draft together, with ``"head"`` for a model's own."""
     return sorted(DRAFTERS)
 
 
@@ -72,7 +81,11 @@ __all__ = [
     "Drafter",
     "EarlyExit",
     "Head",
+    "MixedDrafter",
+    "NgramDrafter",
+    "OutputStore",
     "Past",
+    "RecyclingDrafter",
     "SpeculativeModel",
     "SpeculativeOutput",
     "Target",

@@ -195,7 +195,7 @@ def speculate(
     if prediction is not None:
         if drafter is not None:
             raise ValueError("prediction is itself the draft; found a drafter as well. Leave one of the two out.")
-        predictions = predicted_ids(prediction, model.tokenizer, model.target.vocab_size)
+        predictions = predicted_ids(prediction, model.tokenizer)
         drafter = PredictionDrafter(predictions)
     drafter = model.drafter_for(drafter)
     planner = planner or model.planner(drafter, nodes)

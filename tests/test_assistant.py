@@ -10,24 +10,28 @@ import pytest
 import torch
 from architectures import CORE, POSITIONS
 from talking import letters
-from tiny import FOUR, LAYERS, VOCAB, padded, random_prompts, tiny_model, tiny_target
+from tiny import FOUR, LAYERS, VOCAB, padded, random_prompts, tiny_head, tiny_model, tiny_target
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mtp.attention import AttentionPass
-from mtp.drafters import Assistant, Budget
+from mtp.checkpoint import load_head, save_checkpoint
+from mtp.drafters import Assistant, Budget, TargetStates
 from mtp.drafters.layer_subset import keep_layers
 from mtp.drafters.lm_tree import TreeShape
 from mtp.drafters.vocabulary import first_difference
+from mtp.heads import HEADS, TrainingBatch
 from mtp.model import SpeculativeModel
 from mtp.planner import FixedPlanner
+from mtp.support import UnsupportedTargetError
 from mtp.target import Target
 
 NEW = 20
 ONE = random_prompts([5], seed=3)
 CHAIN = TreeShape(width=1, depth=4)
 model_of = cache(tiny_model)
+target_of = cache(Target)
 
 
 def reference(lm: PreTrainedModel, prompts: list[list[int]], **settings: Any) -> Tensor:
@@ -35,7 +39,7 @@ def reference(lm: PreTrainedModel, prompts: list[list[int]], **settings: Any) ->
 
 
 def drafted(lm: PreTrainedModel, assistant: Assistant, prompts: list[list[int]], **settings: Any) -> Any:
-    model = SpeculativeModel.from_target(lm, assistant)
+    model = SpeculativeModel(target_of(lm), assistant)
     settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, **settings}
     return model.generate(**padded(prompts), **settings)
 
@@ -138,12 +142,9 @@ def test_a_past_without_drafts_is_kept_for_those_that_come_later() -> None:
     first = drafted(lm, assistant, ONE, nodes=1)
     known = len(first.past)
     longer = [[*first.sequences[0].tolist(), 5, 7]]
-    assistant.state = None
-    model = SpeculativeModel.from_target(lm, assistant)
     kept = first.past.rewind(longer[0], assistant)
     assert kept is not None
     assert kept.start == known
-    assert model.drafter.state is not None
 
 
 def test_keys_and_values_of_another_assistant_are_not_taken_over() -> None:
@@ -199,6 +200,41 @@ def test_tokenizers_that_lie_beside_the_weights_are_found(tmp_path: Path) -> Non
     assert SpeculativeModel(target, assistant).drafter is assistant
 
 
+# ---- trained ------------------------------------------------------------------------------------------------------
+
+
+def test_a_trained_assistant_guesses_as_it_was_trained_to() -> None:
+    target = target_of(model_of("llama"))
+    head = tiny_head("assistant", target, draft_vocab=9, width=1)
+    ids = torch.tensor(random_prompts([12], seed=4))
+    hidden, _ = target.encode(ids)
+    states = TargetStates(ids, hidden, None, torch.tensor([12]))
+    (prediction,) = head.unroll(TrainingBatch(states, torch.ones(1, 12, dtype=torch.bool)), 1)
+    head.start(TargetStates(ids[:, :3], hidden[:, :3], None, torch.tensor([3])), 64)
+    for at in range(3, 11):
+        tree = head.propose(ids[:, at], Budget(2))
+        choice = prediction.logits[prediction.positions == at].argmax(-1)
+        assert tree.tokens[0, 1] == head.draft_ids[choice]
+        head.observe(TargetStates(ids[:, at : at + 1], hidden[:, at : at + 1], None, torch.tensor([1])))
+
+
+def test_an_assistant_of_a_target_with_tied_embeddings_has_an_output_matrix_of_its_own(tmp_path: Path) -> None:
+    lm = tiny_model("llama")
+    lm.lm_head.weight = lm.model.embed_tokens.weight
+    lm.config.tie_word_embeddings = True
+    head = HEADS["assistant"].from_target(Target(lm), torch.arange(VOCAB), layers=[0, 2])
+    head.lm.lm_head.weight.data.add_(1.0)
+    save_checkpoint(tmp_path / "head", head)
+    again = load_head(tmp_path / "head", head.target)
+    assert torch.equal(again.lm.lm_head.weight, head.lm.lm_head.weight)
+    assert torch.equal(again.lm.model.embed_tokens.weight, lm.model.embed_tokens.weight)
+
+
+def test_layers_that_no_assistant_can_be_made_of_are_refused_before_training() -> None:
+    with pytest.raises(UnsupportedTargetError, match="expected some of 0 to 2"):
+        HEADS["assistant"].from_target(target_of(model_of("llama")), torch.arange(VOCAB), layers=[0, 99])
+
+
 # ---- made of the target's own layers -----------------------------------------------------------------------------
 
 
@@ -213,7 +249,7 @@ def test_a_model_of_all_layers_is_the_target_and_takes_no_memory(architecture: s
     assert {weight.data_ptr() for weight in same.parameters()} <= places
 
 
-@pytest.mark.parametrize("architecture", [*CORE, "deepseek_v3", "llava", "phi3_longrope", "smollm3"])
+@pytest.mark.parametrize("architecture", [*CORE, "deepseek_v3", "phi3_longrope", "smollm3"])
 def test_a_model_of_some_layers_is_the_target_that_skips_the_others(architecture: str, tmp_path: Path) -> None:
     target = tiny_target(architecture, layers=4)
     assistant = Assistant.from_layers(target.causal_lm, [0, 2])

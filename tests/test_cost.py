@@ -11,7 +11,7 @@ import torch
 from tiny import FOUR, padded, tiny_head, tiny_model, tiny_target
 
 from mtp.cost import Costs, CostTable, measure
-from mtp.drafters import Budget, TargetStates
+from mtp.drafters import DRAFTERS, Budget, TargetStates, drafter_by_name
 from mtp.heads import HEADS
 from mtp.model import SpeculativeModel
 from mtp.target import Target
@@ -41,6 +41,15 @@ def test_measuring_gives_a_whole_table_and_leaves_the_model_alone(family: str) -
     assert table.first > 0
     assert table.level >= 0
     assert torch.equal(target.causal_lm(torch.tensor([[3, 4, 5]])).logits, before)
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS))
+def test_drafters_that_need_no_training_are_measured_too(name: str) -> None:
+    target = tiny_target()
+    table = measure(target, drafter_by_name(name), batch=2)
+    assert all(value > 0 for row in table.verify for value in row)
+    assert table.first > 0
+    assert 0 <= table.level < table.verify[0][0]
 
 
 def test_a_slow_target_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +89,9 @@ def test_what_was_measured_is_read_back(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_another_drafter_or_thread_count_has_a_table_of_its_own(tmp_path: Path) -> None:
     target = tiny_target()
-    paths = {Costs(target, tiny_head(family, target), tmp_path).path(1) for family in sorted(HEADS)}
-    assert len(paths) == len(HEADS)
+    drafters = [*(tiny_head(family, target) for family in HEADS), *(drafter_by_name(name) for name in DRAFTERS)]
+    paths = {Costs(target, drafter, tmp_path).path(1) for drafter in drafters}
+    assert len(paths) == len(HEADS) + len(DRAFTERS)
     assert Costs(target, tiny_head("medusa", target), tmp_path).path(2) not in paths
 
 

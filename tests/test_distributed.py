@@ -66,13 +66,15 @@ def run_here(workshop: Path, output: Path, *overrides: str) -> None:
     program.build_trainer(load_config(recipe(workshop, output, *overrides))).run()
 
 
-def start(config: str, workshop: Path, output: Path, *overrides: str, script: str = "train/heads.py") -> Any:
-    """``accelerate launch`` with two processes, in a process group of its own."""
+def start(
+    config: str, workshop: Path, output: Path, *overrides: str, script: str = "train/heads.py", processes: int = 2
+) -> Any:
+    """``accelerate launch``, in a process group of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", f"configs/accelerate/{config}.yaml", "--num_processes", "2"]
+    command += ["--config_file", f"configs/accelerate/{config}.yaml", "--num_processes", str(processes)]
     command += ["--main_process_port", str(port), "--mixed_precision", "no", script]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
@@ -380,3 +382,14 @@ def test_a_target_sharded_over_two_processes_trains_the_same_head(workshop: Path
     launch("cpu2", workshop, tmp_path / "run", *TOGETHER, "target.placement=sharded")
     assert_same_run(alone, tmp_path / "run")
     assert evaluation(tmp_path / "run") == evaluation(alone)
+
+
+@pytest.mark.slow
+def test_a_run_under_fsdp2_goes_on_with_one_process(workshop: Path, tmp_path: Path) -> None:
+    script = "tests/fsdp_on_cpu.py"
+    launch("fsdp2", workshop, tmp_path / "two", *TOGETHER, "optim.epochs=1", script=script)
+    output = cut_short(tmp_path / "two", tmp_path / "one")
+    arguments = ("fsdp2", workshop, output, *TOGETHER, "optim.epochs=1")
+    assert "2 batches in each process" in launch(*arguments, script=script, processes=1)
+    for name, weight in weights(tmp_path / "two").items():
+        torch.testing.assert_close(weights(output)[name], weight, rtol=1e-3, atol=1e-4)

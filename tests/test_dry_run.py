@@ -12,8 +12,8 @@ from mtp.heads import HEADS
 from tests.test_training import recipe, workshop  # noqa: F401  (a fixture)
 from train import heads as program
 from train.config import ConfigError, load_config
-from train.data import DataError
-from train.dry_run import check_step, dry_run, seconds_a_batch
+from train.data import DataError, Row
+from train.dry_run import batch_size, check_step, dry_run, seconds_a_batch
 
 
 def tried(workshop: Path, output: Path, *overrides: str) -> Any:  # noqa: F811
@@ -50,7 +50,9 @@ def test_the_program_says_what_a_dry_run_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     program.main(recipe(workshop, tmp_path / "run", "dry_run=true"))
-    assert "all in order" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "all in order" in out
+    assert "likeliest cause" not in out  # of a head that saw one batch
 
 
 def test_a_batch_that_does_not_fit_is_said_with_what_to_lower(
@@ -106,3 +108,9 @@ def test_time_of_a_batch_leaves_out_the_first() -> None:
     log = [{"event": "step", "seconds": value} for value in (9.0, 10.0, 12.0)] + [{"event": "evaluation"}]
     assert seconds_a_batch(log) == 1.5
     assert seconds_a_batch(log[:1]) == 9.0
+
+
+def test_a_batch_with_more_to_train_counts_as_larger() -> None:
+    rows = [Row((1,) * 8, (2,) * 2), Row((1,) * 2, (2,) * 8), Row((1,), (2,))]
+    assert batch_size(rows, [0]) == 12 < batch_size(rows, [1]) == 18
+    assert batch_size(rows, [1, 2]) == 20 + 9  # padding costs, too

@@ -19,6 +19,7 @@ from train.data import Row
 from train.evaluate import labels_of, teacher_probs
 from train.features import OnlineFeatures
 from train.loop import training_batch
+from train.losses import mixture, smooth_l1
 
 FOLLOWING = [family for family, head in sorted(HEADS.items()) if head.follows_own_tokens]
 PROMPT, ANSWER = (3, 9, 4, 11), (13, 14, 7, 15, 2)
@@ -127,6 +128,26 @@ def test_a_warm_start_is_the_best_linear_guess_at_the_next_state() -> None:
     assert error < 0.8 * truth.pow(2).mean()
 
 
+def test_regression_brings_the_estimate_to_the_targets_state(target: Target) -> None:
+    head = eagle(target, noise=0.05).train()
+    batch = batch_for(target)
+    optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
+    errors = []
+    for _ in range(80):
+        teacher = teacher_probs(head, batch)
+        losses = [
+            mixture({"smooth_l1": 1.0, "soft_cross_entropy": 0.1}, step, labels_of(head, batch, step, teacher)).mean()
+            for step in head.unroll(batch, 2)
+        ]
+        optimizer.zero_grad()
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+        last = head.unroll(batch, 2)[1]
+        assert last.hidden is not None
+        errors.append(smooth_l1(last.hidden, batch.states.hidden[last.rows, last.positions]).mean().item())
+    assert errors[-1] < 0.2 * errors[0]
+
+
 class QuantisedWeight(torch.nn.Parameter):
     """Stands for the weight types of quantisation libraries."""
 
@@ -148,7 +169,7 @@ def test_a_token_of_its_own_is_the_texts_with_the_heads_probability() -> None:
     assert shares == pytest.approx([1.0, 0.3, 0.8, 0.9], abs=0.02)
 
 
-def certain_of(head: torch.nn.Module, texts: Tensor, wrong_at: int) -> object:
+def certain_of(texts: Tensor, wrong_at: int) -> object:
     """A stand-in for ``guess`` of a head that is sure of the text, except at one step of its unrolling."""
     calls = iter(range(100))
 
@@ -171,7 +192,7 @@ def test_behind_a_wrong_token_of_its_own_no_step_is_trained(
         (1.0, 0, [5, 1, 2]),  # all first guesses wrong: only bases whose first trained step is a later one go on
         (0.0, 0, [5, 5, 5]),  # the text's own tokens are fed
     ]:
-        monkeypatch.setattr(head, "guess", certain_of(head, torch.tensor(ANSWER), wrong_at))
+        monkeypatch.setattr(head, "guess", certain_of(torch.tensor(ANSWER), wrong_at))
         predictions = head.unroll(replace(batch, own_tokens=share), 3)
         assert [len(prediction.rows) for prediction in predictions] == expected
 
@@ -188,12 +209,12 @@ def test_steps_that_are_trained_on_own_tokens_predict_the_same_as_on_the_texts(f
     assert len(followed[2].rows) < len(followed[0].rows)
 
 
-def test_the_drafts_of_a_converted_full_vocabulary_head_are_its_likeliest_tokens(target: Target) -> None:
+def test_drafts_are_the_likeliest_tokens_through_the_packed_output_matrix_too(target: Target) -> None:
     head = eagle(target)
     states = batch_for(target).states
     head.start(states, capacity=64)
     tree = head.propose(torch.tensor([5]), Budget(4))
     head.start(states, capacity=64)
-    _, logits = head._read(torch.tensor([5]))
+    _, logits = head.first(torch.tensor([5]))
     first = tree.tokens[0][tree.depths[0] == 1]
     assert set(first.tolist()) <= set(logits[0, 0].topk(3).indices.tolist())

@@ -229,7 +229,7 @@ def test_the_search_looks_at_few_sets_and_stops_when_nothing_can_be_won() -> Non
         return weights(skip)
 
     search(range(8), agreement, lambda share, skipped: share * (1 + skipped), seconds=60)
-    assert len(seen) < 8 + 8  # each layer alone, and then about one set a layer
+    assert len(seen) < 8 + 7 + 6  # each layer alone, and then two or three sets a layer: all of them would be 33
 
 
 def test_without_time_some_layer_is_skipped_all_the_same() -> None:

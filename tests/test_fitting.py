@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from architectures import HIDDEN
 
 from mtp.heads import HEADS
+from mtp.heads.autoregressive import AutoregressiveHead
 from mtp.support import UnsupportedTargetError
 from tests.tiny import LAYERS, tiny_target
 from train.config import ConfigError, load_config
 from train.fitting import make_head
 
 NO_ESTIMATE = [family for family, head in sorted(HEADS.items()) if not head.estimates_hidden]
+AUTOREGRESSIVE = [family for family, head in sorted(HEADS.items()) if issubclass(head, AutoregressiveHead)]
 NOT_FOLLOWING = [family for family, head in sorted(HEADS.items()) if not head.follows_own_tokens]
 
 
@@ -25,6 +30,12 @@ def test_every_family_is_made_from_a_recipe_with_defaults(family: str) -> None:
     assert make(f"head.family={family}", "head.steps=2").config.steps == 2
 
 
+@pytest.mark.parametrize("recipe", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_in_the_repository_makes_its_head(recipe: Path) -> None:
+    config = load_config([str(recipe), "target.path=here", "data.path=there"])
+    assert make_head(config, tiny_target(), torch.arange(12)).family == config.head.family
+
+
 def test_an_unknown_family_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"head\.family: No head family 'eagel'; there are .*eagle"):
         make("head.family=eagel")
@@ -33,6 +44,15 @@ def test_an_unknown_family_is_refused_with_those_there_are() -> None:
 def test_a_layer_that_the_target_does_not_have_is_refused() -> None:
     with pytest.raises(UnsupportedTargetError, match=rf"reads layer 27 of the target.*has layers 0 to {LAYERS}"):
         make("head.sizes.taps=[1,2,27]")
+
+
+@pytest.mark.parametrize("family", AUTOREGRESSIVE)
+def test_a_target_with_narrow_embeddings_is_refused_for_heads_that_read_them(family: str) -> None:
+    target = tiny_target()
+    target.causal_lm.set_input_embeddings(torch.nn.Embedding(target.vocab_size, 16))
+    config = load_config(["target.path=here", "data.path=there", f"head.family={family}"])
+    with pytest.raises(UnsupportedTargetError, match=rf"as wide as hidden states \({HIDDEN}\).* have 16 dimensions"):
+        make_head(config, target, torch.arange(12))
 
 
 def test_too_few_layers_to_read_are_refused() -> None:

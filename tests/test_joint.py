@@ -16,6 +16,7 @@ import mtp
 from tests.tiny import padded, random_prompts
 from tests.workshop import make_workshop, recipe
 from train import heads as program
+from train.batches import training_batch
 from train.config import ConfigError, load_config
 from train.joint import JointTrainer
 
@@ -134,10 +135,19 @@ def test_a_checkpoint_of_training_holds_the_adapter(workshop: Path, tmp_path: Pa
         assert torch.equal(ours, theirs)
 
 
+def test_the_target_reads_whole_prompts_even_under_heads_that_do_not(workshop: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(workshop, tmp_path / "run")
+    longest = max(range(len(trainer.train.rows)), key=lambda at: len(trainer.train.rows[at].prompt_ids))
+    batch = training_batch(trainer.train, [longest])
+    adapted, _ = trainer._trained()(batch, 3, heads_alone=True)
+    torch.testing.assert_close(adapted.states.hidden, batch.states.hidden, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("features.mode=cached", r"features\.mode=cached: .*set features\.mode=online"),
+        ("features.prompt_positions=4", r"features\.prompt_positions=4: .*reads whole prompts"),
         ("bundle_target=true", r"bundle_target=true: "),
         ("target.adapter.heads_first=1.0", r"heads_first=1\.0: expected a share"),
         ("target.adapter.modules=[nothing_of_the_kind]", r"target\.adapter\.modules: .*nothing_of_the_kind"),

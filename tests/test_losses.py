@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,6 @@ from torch import Tensor
 from mtp.heads import Prediction
 from train.losses import (
     DISTRIBUTION_LOSSES,
-    LOSS_NAMES,
     OUTSIDE,
     Labels,
     LossName,
@@ -25,6 +26,7 @@ from train.losses import (
 )
 
 VOCAB = 12
+LOSS_NAMES = get_args(LossName)
 LEAST_AT_EQUALITY = sorted(set(DISTRIBUTION_LOSSES) - {"top_k"})
 
 

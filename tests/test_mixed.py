@@ -339,6 +339,15 @@ def test_greedy_text_of_a_mix_is_that_of_transformers(architecture: str, family:
         assert got.equal(expected)
 
 
+@pytest.mark.parametrize("name", ["recycling", "head+recycling"])
+def test_greedy_text_is_that_of_transformers_when_costs_are_measured(name: str) -> None:
+    model = model_with_a_head("eagle3")
+    batch = padded(FOUR)
+    expected = lm_of().generate(**batch, max_new_tokens=NEW, do_sample=False)
+    for _ in range(2):
+        assert model.generate(**batch, max_new_tokens=NEW, do_sample=False, drafter=name, nodes="auto").equal(expected)
+
+
 @pytest.mark.parametrize("rule", ["walk", "rejection", "traversal"])
 def test_no_part_is_asked_to_draw(rule: str) -> None:
     """Drawn children of one among another's guesses would not have the law that rules for drawn children rely on."""

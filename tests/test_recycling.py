@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny import FOUR, VOCAB, padded, tiny_head, tiny_model
 from torch import Tensor
 
-from mtp.drafters import Budget, Drafter, RecyclingDrafter, RoundCosts, TargetStates, drafter_by_name
+from mtp.drafters import Budget, Drafter, MixedDrafter, RecyclingDrafter, RoundCosts, TargetStates, drafter_by_name
 from mtp.drafters.reliability import MOST
 from mtp.model import SpeculativeModel
 from mtp.target import Target
@@ -206,11 +206,17 @@ def test_the_table_stays_warm_until_it_is_told_to_forget() -> None:
 
 
 @pytest.mark.parametrize("name", ["recycling", "head+recycling"])
-def test_a_named_drafter_stays_warm_too(name: str) -> None:
+def test_a_named_drafter_is_kept_with_what_it_has_learnt(name: str) -> None:
     target = Target(tiny_model())
     model = SpeculativeModel(target, tiny_head("eagle3", target))
-    first, second = (generated(model, do_sample=False, drafter=name) for _ in range(2))
-    assert second.acceptance.target_passes < first.acceptance.target_passes
+    generated(model, do_sample=False, drafter=name)
+    drafter = model.drafter_for(name)
+    assert isinstance(drafter, RecyclingDrafter | MixedDrafter)
+    learnt = float(drafter.reliability.promised.sum())
+    assert learnt > 0
+    generated(model, do_sample=False, drafter=name)
+    assert model.drafter_for(name) is drafter
+    assert float(drafter.reliability.promised.sum()) > learnt
 
 
 @pytest.mark.parametrize("rule", ["walk", "rejection"])

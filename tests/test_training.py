@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import mtp
-from mtp.heads import HEADS
+from mtp.heads import HEADS, Prediction, TrainingBatch
+from mtp.heads.autoregressive import AutoregressiveHead
 from tests.tiny import padded, random_prompts, tiny_model
 from train import heads as program
 from train.checkpoints import find_checkpoint, whole_checkpoints
@@ -28,6 +29,13 @@ from train.features import OnlineFeatures
 from train.loop import Trainer
 
 FAMILIES = sorted(HEADS)
+# Everything that draws at random while it trains, or changes as it goes on.
+OPTIONS = [
+    "head.family=eagle",
+    "optim.loss={smooth_l1: 1.0, soft_cross_entropy: 0.1, top_k: 1.0}",
+    "optim.step_weight=[1.0, 0.5, 0.5]",
+    "optim.own_tokens=1.0",
+]
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +127,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "heads.safetensors")
 
 
+@pytest.mark.parametrize("options", [[], OPTIONS], ids=["defaults", "noise, a mixture of losses and own tokens"])
 def test_an_interrupted_run_resumes_to_exactly_the_weights_of_an_uninterrupted_one(
-    workshop: Path, tmp_path: Path
+    options: list[str], workshop: Path, tmp_path: Path
 ) -> None:
-    train(workshop, tmp_path / "whole")
-    trainer = program.build_trainer(load_config(recipe(workshop, tmp_path / "parts")))
+    train(workshop, tmp_path / "whole", *options)
+    trainer = program.build_trainer(load_config(recipe(workshop, tmp_path / "parts", *options)))
     step = trainer._step
 
     def interrupt_at_fifth(batches: Any) -> Any:
@@ -135,12 +144,28 @@ def test_an_interrupted_run_resumes_to_exactly_the_weights_of_an_uninterrupted_o
     with pytest.raises(SystemExit):
         trainer.run()
     assert trainer.progress.step == 5
-    resumed, _ = train(workshop, tmp_path / "parts")
+    resumed, _ = train(workshop, tmp_path / "parts", *options)
     assert resumed.progress.step == resumed.total_steps
     one, other = weights(tmp_path / "whole" / "last"), weights(tmp_path / "parts" / "last")
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
+
+
+def test_own_tokens_take_over_steadily_as_training_goes_on(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares: list[float] = []
+    unroll = AutoregressiveHead.unroll
+
+    def watch(head: AutoregressiveHead, batch: TrainingBatch, steps: int) -> list[Prediction]:
+        if head.training:
+            shares.append(batch.own_tokens)
+        return unroll(head, batch, steps)
+
+    monkeypatch.setattr(AutoregressiveHead, "unroll", watch)
+    trainer, _ = train(workshop, tmp_path / "run", *OPTIONS, "optim.own_tokens=0.5")
+    assert shares == pytest.approx([0.5 * step / trainer.total_steps for step in range(trainer.total_steps)])
 
 
 def test_a_killed_run_resumes_from_its_newest_whole_checkpoint(workshop: Path, tmp_path: Path) -> None:
@@ -220,7 +245,7 @@ def test_answers_with_foreign_token_ids_are_refused(workshop: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["head.family=hydra", "head.sizes={depth: 5}"], r"head: Trees of depth 5 need as many Hydra heads; .*steps=3"),
+        (["head.family=hydra", "head.sizes={depth: 5}"], r"makes no hydra head: Trees of depth 5 need .*steps=3"),
         (
             ["head.family=redrafter", "head.sizes={layer: 2}"],
             r"Unknown key head\.sizes\.layer; did you mean head\.sizes\.layers\?",

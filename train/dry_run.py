@@ -8,6 +8,7 @@ import resource
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from mtp.checkpoint import load_head
 from train.assembly import Ingredients, assemble, fresh_head, gather
 from train.batches import BatchOrder
 from train.config import ConfigError, RunConfig
-from train.data import DataError, length_batches
+from train.data import DataError, Row, length_batches
 from train.estimate import FeatureEstimate, duration, target_rate
 from train.loop import Trainer
 from train.sources import plan_sources
@@ -87,7 +88,8 @@ def dry_run(config: RunConfig) -> DryRun | None:
         features = replace(features, rate=target_rate(sources.train) * accelerator.num_processes)
     lengths = [len(row) for row in parts.train]
     batches = length_batches(lengths, config.optim.batch_positions, np.random.default_rng([config.optim.seed, 0]))
-    largest = max(batches, key=lambda batch: len(batch) * max(lengths[row] for row in batch))
+    sizes = [batch_size(parts.train, batch) for batch in batches]
+    largest = batches[sizes.index(max(sizes))]
     folder = Path(config.output) / ".dry_run"
     small = _small_recipe(config, folder)
     # As many copies of the batch as there are processes, so that each has one.
@@ -109,7 +111,7 @@ def dry_run(config: RunConfig) -> DryRun | None:
             shutil.rmtree(folder, ignore_errors=True)
     if not accelerator.is_main_process:
         return None
-    per_batch = seconds_a_batch(log)
+    per_batch = seconds_a_batch(log) * sum(sizes) / len(sizes) / max(sizes)
     optim = config.optim
     order = BatchOrder(parts.train, optim.batch_positions, optim.epochs, optim.seed)
     steps = order.count() // (optim.accumulate * accelerator.num_processes)
@@ -191,9 +193,15 @@ def check_step(line: dict[str, Any]) -> None:
         )
 
 
+def batch_size(rows: Sequence[Row], batch: Sequence[int]) -> int:
+    """What a batch costs in memory and time, roughly: padded positions, and trained ones, which have logits."""
+    padded = len(batch) * max(len(rows[row]) for row in batch)
+    return padded + sum(len(rows[row].response_ids) for row in batch)
+
+
 def seconds_a_batch(log: list[dict[str, Any]]) -> float:
     """Seconds of one batch's forward and backward pass, the first step's left out where there are others."""
-    times = [line["seconds"] for line in log if line["event"] == "step"]
+    times = [float(line["seconds"]) for line in log if line["event"] == "step"]
     return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else times[0]
 
 

@@ -1,8 +1,8 @@
 """Answers of a target that runs elsewhere, behind an OpenAI-compatible server (vLLM, SGLang ...), as exact token ids.
 
 Prompts are sent as token ids to ``/completions``, so that no server renders a template of its own.  What comes back
-counts only as ids: those that a server gives (vLLM's ``return_token_ids``, or ``return_tokens_as_token_ids`` of older
-versions), or token texts of ``logprobs`` where the tokenizer leaves no doubt which ids they are.
+counts only as ids: those that a server gives (``return_token_ids`` of vLLM and SGLang, or of older vLLM
+``return_tokens_as_token_ids``), or token texts of ``logprobs`` where the tokenizer leaves no doubt which ids they are.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def with_end(ids: list[int], choice: dict[str, Any], end_ids: set[int]) -> list[
 def _end_ids(path: str, revision: str | None, config: Any) -> set[int]:
     """As ``Target.eos_token_ids``: the generation config's, else the config's."""
     try:
-        found = GenerationConfig.from_pretrained(path, revision=revision).eos_token_id
+        found = GenerationConfig.from_pretrained(path, revision=revision or "main").eos_token_id
     except OSError:  # there is none
         found = None
     found = config.eos_token_id if found is None else found

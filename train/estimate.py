@@ -68,7 +68,8 @@ def target_rate(source: FeatureSource) -> float:
     """Positions a second of the target's passes: one over rows of middle length, timed after a short one."""
     order = sorted(range(len(source.rows)), key=lambda row: len(source.rows[row]))
     middle = order[len(order) // 2 :]
-    chosen, positions = [], 0
+    chosen: list[int] = []
+    positions = 0
     for row in middle:
         if chosen and positions + len(source.rows[row]) > PREFILL_POSITIONS:
             break

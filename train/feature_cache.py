@@ -61,7 +61,7 @@ class CachedFeatures(FeatureSource):
     ):
         super().__init__(target, rows, taps, dtype, prompt_positions)
         self.storage = storage
-        self.order = np.argsort([len(row) for row in rows], kind="stable").tolist()
+        self.order: list[int] = np.argsort([len(row) for row in rows], kind="stable").tolist()
         self.record = self._describe()
         name = hashlib.sha256(json.dumps(self.record, sort_keys=True).encode()).hexdigest()[:16]
         self.folder = Path(root) / name

@@ -20,7 +20,7 @@ from mtp.heads import Head, Prediction, TrainingBatch
 from train.config import ConfigError, RunConfig
 from train.features import FeatureSource, OnlineFeatures
 from train.loop import Trainer, warmup_cosine
-from train.losses import soft_cross_entropy
+from train.losses import forward_kl
 from train.processes import engine
 
 
@@ -36,6 +36,11 @@ def check_adapter(config: RunConfig, accelerator: Accelerator) -> None:
         raise ConfigError(
             f"features.mode={config.features.mode}: the states of a target that is trained along change with every "
             "step; set features.mode=online, or target.adapter.rank=0."
+        )
+    if not isinstance(config.features.prompt_positions, str):
+        raise ConfigError(
+            f"features.prompt_positions={config.features.prompt_positions}: a target that is trained along reads whole "
+            "prompts; set features.prompt_positions=all, or target.adapter.rank=0."
         )
     if config.bundle_target:
         raise ConfigError(
@@ -81,7 +86,7 @@ class Joint(nn.Module):
         """
         hidden, taps = self.head.target.encode(batch.states.tokens, self.head.taps, gradient=True)
         states = replace(batch.states, hidden=hidden.float(), taps=None if taps is None else taps.float())
-        adapted = TrainingBatch(states, batch.trained)
+        adapted = replace(batch, states=states)
         return adapted, self.head(_detached(adapted) if heads_alone else adapted, steps)
 
 
@@ -136,13 +141,11 @@ class JointTrainer(Trainer):
         """KL divergence of the adapted target from itself without the adapter, summed over the trained tokens."""
         trained = batch.bases(1)
         with torch.no_grad():
-            own = self.target.unembed(batch.states.hidden[trained]).float().log_softmax(-1)
-        logits = self.target.unembed(adapted.states.hidden[trained])
-        probs = own.exp()
-        return (soft_cross_entropy(logits, probs) + torch.linalg.vecdot(probs, own)).sum()
+            own = self.target.unembed(batch.states.hidden[trained]).float().softmax(-1)
+        return forward_kl(self.target.unembed(adapted.states.hidden[trained]), own).sum()
 
 
 def _detached(batch: TrainingBatch) -> TrainingBatch:
     states = batch.states
     taps = None if states.taps is None else states.taps.detach()
-    return TrainingBatch(replace(states, hidden=states.hidden.detach(), taps=taps), batch.trained)
+    return replace(batch, states=replace(states, hidden=states.hidden.detach(), taps=taps))

@@ -115,12 +115,14 @@ class Trainer:
         """One step of the optimiser on ``batches`` (of all processes); returns the metrics of all of them."""
         counts = trained_positions([self.train.rows[i] for batch in batches for i in batch], self.config.head.steps)
         first = self.progress.step * self.step_batches
+        # Steps that follow the head's own guesses become more frequent as it learns.
+        own_tokens = self.config.optim.own_tokens * self.progress.step / self.total_steps
         sums = torch.zeros(4, self.config.head.steps, device=self.accelerator.device)
         for number, batch in self.share.of(list(enumerate(batches, start=first))):
             # What a head draws belongs to the batch, and not to the process or to what was computed before.
             seed_everything(int(np.random.SeedSequence([self.config.optim.seed, number]).generate_state(1)[0]))
             with self.accelerator.accumulate(self.module):
-                loss, added = self._loss(training_batch(self.train, batch), counts)
+                loss, added = self._loss(replace(training_batch(self.train, batch), own_tokens=own_tokens), counts)
                 sums += added
                 self.accelerator.backward(loss)
                 norm = None
@@ -157,14 +159,9 @@ class Trainer:
             The loss, and ``[4, steps]`` sums over the batch of each unrolled step's losses, right guesses, guesses,
             and tokens outside the draft vocabulary.
         """
-        batch = self._on_own_tokens(batch)
         with self.accelerator.autocast():
             predictions = self.module(batch, self.config.head.steps)
         return self._head_loss(batch, predictions, counts)
-
-    def _on_own_tokens(self, batch: TrainingBatch) -> TrainingBatch:
-        """The batch with the recipe's share of steps that follow the head's own guesses, which grows to its end."""
-        return replace(batch, own_tokens=self.config.optim.own_tokens * self.progress.step / self.total_steps)
 
     def _head_loss(self, batch: TrainingBatch, predictions: list[Prediction], counts: Tensor) -> tuple[Tensor, Tensor]:
         """``_loss`` of what the head predicted for ``batch``."""
@@ -237,7 +234,8 @@ class Trainer:
         self._log({"event": "diagnosis", **found})
         if self.accelerator.is_main_process:
             write_json(self.output / "diagnosis.json", {"step": self.progress.step, **found})
-        self._say(as_text(found))
+        if not self.config.dry_run:  # of one batch, and of no interest
+            self._say(as_text(found))
         rows = self.held_out.rows[: self.config.eval.samples] if self.tokenizer is not None else []
         samples = sample_answers(self.head, rows, self.tokenizer, self.config.eval.max_new_tokens)
         self._log({"event": "samples", "samples": samples})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -147,7 +147,6 @@ DISTRIBUTION_LOSSES = {
     "negative_log_acceptance": negative_log_acceptance,
     "top_k": top_k,
 }
-LOSS_NAMES: tuple[LossName, ...] = get_args(LossName)
 
 
 def step_weights(setting: float | Sequence[float], steps: int) -> list[float]:

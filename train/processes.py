@@ -108,6 +108,10 @@ def prepare_engine(accelerator: Accelerator, batches: int, clip_norm: float) -> 
     The recipe decides, and not accelerate's configuration: DeepSpeed's copy of what both name is overwritten.
     """
     accelerator.gradient_accumulation_steps = batches
+    # As everywhere else, weights stay in float32 and autocast narrows products: FSDP2 and DeepSpeed would by themselves
+    # narrow the weights, and their norms with them.
+    if accelerator.distributed_type == DistributedType.FSDP:
+        accelerator.state.fsdp_plugin.mixed_precision_policy = None
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return
     settings = accelerator.state.deepspeed_plugin.deepspeed_config
@@ -116,8 +120,6 @@ def prepare_engine(accelerator: Accelerator, batches: int, clip_norm: float) -> 
         "gradient_accumulation_steps": batches,
         "gradient_clipping": clip_norm,
         "train_micro_batch_size_per_gpu": 1,  # batches are made here; DeepSpeed only wants a number
-        # As everywhere else, weights stay in float32 and products are narrowed; DeepSpeed's own mixed precision would
-        # narrow the weights and not what they read.
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},
         "torch_autocast": {

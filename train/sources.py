@@ -94,7 +94,8 @@ def prompt_window(config: RunConfig, head: type[Head]) -> int | None:
     wanted = config.features.prompt_positions
     needed = config.head.steps + 1  # step s guesses a token from the position s + 2 before it
     if wanted == "auto":
-        return None if head.attends_to_prompt else needed
+        # A target that is trained along reads the rows itself, and its answers depend on the whole prompt.
+        return None if head.attends_to_prompt or config.target.adapter.rank > 0 else needed
     if wanted == "all":
         return None
     if wanted < needed:

@@ -64,6 +64,7 @@ class Assistant(Drafter):
         target_tokenizer: of the target.  Where both are known they have to agree; where they are not given, those lying
             beside the models' weights are used.
         shape: of its trees.
+        draft_ids: the tokens that it may guess; None for all.
 
     Raises:
         UnsupportedTargetError: for models that cannot read trees.
@@ -77,10 +78,12 @@ class Assistant(Drafter):
         tokenizer: Any = None,
         target_tokenizer: Any = None,
         shape: TreeShape = SHAPE,
+        draft_ids: Tensor | None = None,
     ):
         self.model = Target(model)
         self.tokenizer = tokenizer
         self.target_tokenizer = target_tokenizer
+        self.draft_ids = draft_ids
         self.config = AssistantConfig(self.model.fingerprint(), str(self.model.dtype), str(self.model.device), shape)
         self._target: Target | None = None
 
@@ -114,7 +117,7 @@ class Assistant(Drafter):
             layers: the layers that stay, counted from 0.
 
         Raises:
-            ValueError: for layers that do not exist or cannot make a model by themselves.
+            UnsupportedTargetError: for layers that do not exist or cannot make a model by themselves.
         """
         return cls(keep_layers(target_lm, tuple(layers)), tokenizer, tokenizer, shape)
 
@@ -195,7 +198,8 @@ class Assistant(Drafter):
             return self.model.forward(self._readable(ids), known.cache, attention).logits
 
         logits = self._read(known, pending.to(self.model.device))
-        return grow(Reader(forward, known.cache, self._target.vocab_size), pending, logits, budget, shape, draw)
+        reader = Reader(forward, known.cache, self._target.vocab_size, self.draft_ids)
+        return grow(reader, pending, logits, budget, shape, draw)
 
     def _known(self) -> AssistantState:
         if self.state is None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from mtp.anatomy import find_decoder, text_config
 from mtp.offload import is_offloaded
+from mtp.support import UnsupportedTargetError
 
 
 def keep_layers(lm: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
@@ -21,15 +22,18 @@ def keep_layers(lm: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     says what it is, so that it can be saved and loaded like any other.
 
     Raises:
-        ValueError: if there are no such layers, if a layer would be another one at its new place (some architectures
-            treat the first or every other layer differently), or if the weights are not at hand as plain tensors.
+        UnsupportedTargetError: if there are no such layers, if a layer would be another one at its new place (some
+            architectures treat the first or every other layer differently), or if the weights are not at hand as plain
+            tensors.
     """
     name, count = type(lm).__name__, text_config(lm.config).num_hidden_layers
     if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < count:
-        raise ValueError(f"Found layers {tuple(layers)}; expected some of 0 to {count - 1} of {name}, in rising order.")
+        raise UnsupportedTargetError(
+            f"Found layers {tuple(layers)}; expected some of 0 to {count - 1} of {name}, in rising order."
+        )
     _, stack = find_decoder(lm, count)
     if getattr(lm.config, "quantization_config", None) is not None or any(map(is_offloaded, lm.parameters())):
-        raise ValueError(
+        raise UnsupportedTargetError(
             f"The weights of this {name} are quantised or offloaded, and no model can be made of some of them. "
             "Load it in plain precision, or let it draft for itself: drafter=mtp.EarlyExit(skip)."
         )
@@ -38,7 +42,7 @@ def keep_layers(lm: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
         with torch.device("meta"):  # no memory: every tensor is replaced below
             model = type(lm)(_config_of(lm.config, layers, count))
     except ValueError as error:  # Gemma 4: later layers need the keys and values of one that does not stay
-        raise ValueError(f"{name} cannot be made of layers {tuple(layers)}: {error}") from error
+        raise UnsupportedTargetError(f"{name} cannot be made of layers {tuple(layers)}: {error}") from error
     _, kept = find_decoder(model, len(layers))
     _refuse_other_layers(name, [stack[at] for at in layers], list(kept))
     moved = {f"{prefix}.{at}.": f"{prefix}.{layer}." for at, layer in enumerate(layers)}
@@ -66,7 +70,7 @@ def _refuse_other_layers(name: str, theirs: Sequence[nn.Module], ours: Sequence[
     """Raise unless each layer is at its new place what it was at its old one."""
     for at, (their_layer, our_layer) in enumerate(zip(theirs, ours, strict=True)):
         if (different := sorted(_traits(their_layer) ^ _traits(our_layer))) != []:
-            raise ValueError(
+            raise UnsupportedTargetError(
                 f"{name} would build layer {at} of the smaller model in another way than the layer that belongs there "
                 f"({different[0][0]}). Keep other layers: the first ones, or the same kinds in the same order."
             )

@@ -51,11 +51,13 @@ class Reader:
         cache: where the pass stages.  What is staged in it already is seen by every node: the pending token, unless
             that is committed.
         vocab_size: of the target.
+        draft_ids: tokens that may be guessed; None for all that both models have.
     """
 
     forward: Callable[[Tensor, AttentionPass], Tensor]
     cache: TreeCache
     vocab_size: int
+    draft_ids: Tensor | None = None
 
 
 def grow(
@@ -72,7 +74,8 @@ def grow(
         nodes = budget.nodes if budget.costs is None else min(budget.nodes, shape.nodes)
         width, widths = drawn_widths(nodes, levels)
     growth = BestFirstGrowth(pending, budget, width)
-    draft_ids = torch.arange(min(logits.shape[-1], reader.vocab_size), device=pending.device)
+    every = min(logits.shape[-1], reader.vocab_size)
+    draft_ids = torch.arange(every, device=pending.device) if reader.draft_ids is None else reader.draft_ids
     cache = reader.cache
     begun = cache.num_staged
     places = cache.lengths[:, None] + torch.arange(begun, device=cache.lengths.device)
@@ -86,7 +89,8 @@ def grow(
             places = torch.cat([places, positions], dim=1)
             seen = torch.cat([mask.new_ones(*tokens.shape, begun), mask], dim=2)
             logits = reader.forward(tokens, AttentionPass(cache.lengths, cache.start, positions, seen, places))
-        scores = logits[..., : len(draft_ids)].float().to(pending.device)
+        scores = (logits[..., :every] if reader.draft_ids is None else logits[..., draft_ids]).float()
+        scores = scores.to(pending.device)
         log_probs = torch.log_softmax(scores, dim=-1) if draw is None else draw.log_probs(scores)
         growth.add(log_probs, draft_ids, draw)
     cache.discard()

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from torch import Tensor
 
 from mtp.drafters.base import Budget, Drafter, Draw, TargetStates
 from mtp.drafters.lookup import Place, grow, tree_of
 from mtp.suffix import ROOT, SuffixAutomaton
+from mtp.target import Target
 from mtp.tree import TokenTree
 
 LOOKED_UP = 32  # last tokens of a row that are looked up in texts of others; longer matches are no surer
+STATES_KEPT = 8  # states a token of a row's text; with more, ends that were taken back are forgotten
 
 
 class OutputStore:
@@ -28,10 +31,10 @@ class OutputStore:
     answers while they are made, so rows that answer the same prompt help each other.
 
     What one caller was answered may be guessed for another.  No text depends on it, but times do: callers who must not
-    learn about each other need a store each.  Models that generate at the same time need one each too.
+    learn about each other need a store each, and so do models that generate at the same time or spell in other tokens.
 
     Args:
-        capacity: most tokens remembered; some 0.5 kB each.
+        capacity: most tokens remembered; some 0.4 kB each.
     """
 
     def __init__(self, capacity: int = 1 << 16):
@@ -79,6 +82,15 @@ class Row:
         self.tokens.append(token)
         self.ends.append(self.text.extend(self.ends[-1] if self.ends else ROOT, token))
 
+    def rewind(self, length: int) -> None:
+        """Go back to the first ``length`` tokens.  What followed stays known, until it is far more than the text."""
+        del self.tokens[length:], self.ends[length:]
+        self.stored, self.answering = None, False
+        if len(self.text) > STATES_KEPT * max(len(self.tokens), 512):
+            tokens, self.tokens, self.ends, self.text = self.tokens, [], [], SuffixAutomaton()
+            for token in tokens:
+                self.read(token)
+
     def places(self, pending: int) -> list[Place]:
         """Where the text and the pending token have stood before."""
         return [(self.text, self.text.advance(self.text.whole(self.ends[-1]), pending))]
@@ -90,7 +102,7 @@ class NgramDrafter(Drafter):
     Its guesses depend on no draws, so the walk decides about them, at any temperature.
 
     Args:
-        corpus: texts to look into besides, as ids of the target's tokens; some 0.5 kB of memory a token.
+        corpus: texts to look into besides, as ids of the target's tokens; some 0.4 kB of memory a token.
         store: recent answers to look into besides, and to add to.
     """
 
@@ -100,8 +112,20 @@ class NgramDrafter(Drafter):
     def __init__(self, corpus: Iterable[Sequence[int]] = (), store: OutputStore | None = None):
         self.state = []
         self.store = store
-        read = SuffixAutomaton.of(corpus)
-        self._corpus = (read,) if len(read) > 1 else ()
+        texts = list(corpus)
+        self._tokens = {token for text in texts for token in text}  # that may be guessed though no text has them
+        self._corpus = (SuffixAutomaton.of(texts),) if texts else ()
+
+    def attach(self, target: Target) -> Self:
+        """Raise ``ValueError`` for a corpus or prediction that cannot be in the target's tokens."""
+        vocab_size = target.vocab_size
+        wrong = sorted(token for token in self._tokens if not 0 <= token < vocab_size)
+        if wrong:
+            raise ValueError(
+                f"The drafter was given texts with token {wrong[0]}; this target has tokens 0 to {vocab_size - 1}. "
+                "Texts to look into are to be spelt with the target's own tokenizer."
+            )
+        return self
 
     def start(self, states: TargetStates, capacity: int) -> None:
         self.state = self._new_rows(len(states.tokens))
@@ -124,10 +148,8 @@ class NgramDrafter(Drafter):
 
     def rewind(self, length: int) -> int:
         """See ``Drafter.rewind``.  What followed stays known: a text that is asked for again mostly repeats it."""
-        row = self.state[0]
-        del row.tokens[length:], row.ends[length:]
-        row.stored, row.answering = None, False
-        return len(row.tokens)
+        self.state[0].rewind(length)
+        return len(self.state[0].tokens)
 
     def _new_rows(self, batch: int) -> Sequence[Row]:
         return [Row() for _ in range(batch)]

@@ -99,6 +99,7 @@ class PredictionDrafter(NgramDrafter):
 
     def __init__(self, predictions: Sequence[Sequence[int]]):
         super().__init__()
+        self._tokens = {token for prediction in predictions for token in prediction}
         if not predictions:
             raise ValueError("Found no predictions; expected one for each prompt.")
         self._predictions = [SuffixAutomaton.of([[*LEAD, *prediction]]) for prediction in predictions]
@@ -114,20 +115,20 @@ class PredictionDrafter(NgramDrafter):
         return rows
 
 
-def predicted_ids(prediction: Any, tokenizer: Any, vocab_size: int) -> list[list[int]]:
+def predicted_ids(prediction: Any, tokenizer: Any) -> list[list[int]]:
     """The token ids of ``generate``'s ``prediction``: one text or row of ids, or a list of them, one a prompt.
 
     Raises:
-        ValueError: for texts without a tokenizer, and for what is no text and no row of the target's token ids.
+        ValueError: for texts without a tokenizer, and for what is no text and no row of token ids.
     """
     if isinstance(prediction, Tensor):
         prediction = prediction.tolist()
     several = isinstance(prediction, list | tuple) and not all(isinstance(item, int) for item in prediction)
     each = prediction if several else [prediction]
-    return [_ids(item, tokenizer, vocab_size) for item in each]
+    return [_ids(item, tokenizer) for item in each]
 
 
-def _ids(text: Any, tokenizer: Any, vocab_size: int) -> list[int]:
+def _ids(text: Any, tokenizer: Any) -> list[int]:
     if isinstance(text, str):
         if tokenizer is None:
             raise ValueError(
@@ -142,7 +143,4 @@ def _ids(text: Any, tokenizer: Any, vocab_size: int) -> list[int]:
             f"prediction holds a {type(text).__name__}; expected a text or a list of token ids, or a list of these, "
             "one a prompt."
         )
-    wrong = [token for token in text if not 0 <= token < vocab_size]
-    if wrong:
-        raise ValueError(f"prediction holds token {wrong[0]}; this target has tokens 0 to {vocab_size - 1}.")
     return list(text)

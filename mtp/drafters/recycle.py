@@ -108,7 +108,8 @@ class RecyclingDrafter(Drafter):
         likeliest = logits.topk(count, dim=-1)
         confidences = (likeliest.values.float() - logits.float().logsumexp(-1, keepdim=True)).exp()
         # A token may stand at several nodes: one on the kept path, whose context is real, speaks last.
-        kept = torch.zeros_like(tree.valid).scatter(1, verdict.path, True)
+        counted = torch.arange(verdict.path.shape[1], device=verdict.path.device) < verdict.counts[:, None]
+        kept = torch.zeros_like(tree.valid).scatter(1, torch.where(counted, verdict.path, 0), True)
         latest = _latest(tree.tokens, kept, tree.valid)
         self._reserve(logits.shape[-1], logits.device)
         place = torch.where(latest, tree.tokens + 1, 0).flatten()

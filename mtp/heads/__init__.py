@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mtp.heads.assistant import AssistantHead
 from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
 from mtp.heads.block import BlockHead
 from mtp.heads.eagle import EagleHead
@@ -12,6 +13,7 @@ from mtp.heads.mtp_module import MtpModuleHead
 from mtp.heads.recurrent import RecurrentHead
 
 FAMILIES: tuple[type[Head], ...] = (
+    AssistantHead,
     BlockHead,
     EagleHead,
     Eagle3Head,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from mtp.heads.caching import CachingHead, enter
 from mtp.heads.growing import GrowingConfig
 from mtp.heads.layers import DraftLayer, Rotary, gather_positions, rope_parameters
 from mtp.heads.unrolling import Bases, UnrolledAttention, misses_own_token
+from mtp.support import UnsupportedTargetError
 from mtp.target import Target
 
 
@@ -71,6 +72,16 @@ class AutoregressiveHead(CachingHead):
     config: AutoregressiveConfig
     midlayer: DraftLayer
     rotary: Rotary
+
+    def attach(self, target: Target) -> Self:
+        super().attach(target)
+        width = target.embed(torch.zeros(1, dtype=torch.long, device=target.device)).shape[-1]
+        if width != self.config.hidden_size:
+            raise UnsupportedTargetError(
+                f"A {self.family} head reads embeddings as wide as hidden states ({self.config.hidden_size}); those of "
+                f"this target have {width} dimensions. Train a head that reads no embeddings (head.family=medusa)."
+            )
+        return self
 
     @abstractmethod
     def read_states(self, states: TargetStates) -> Tensor:

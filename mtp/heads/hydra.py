@@ -53,6 +53,7 @@ class HydraHead(GrowingHead):
     """See the module's text."""
 
     family: ClassVar[str] = "hydra"
+    attends_to_prompt: ClassVar[bool] = False
     config_class: ClassVar[type[HydraConfig]] = HydraConfig
     config: HydraConfig
     input_scale: Tensor
@@ -171,7 +172,8 @@ class PrefixLayer(DraftLayer):
 class HydraPlusHead(CachingHead, HydraHead):
     """Hydra++: heads read ``prefix_norm(prefix_embedding_layer(h))`` in place of the final hidden states h."""
 
-    family: ClassVar[str] = "hydra++"
+    family: ClassVar[str] = "hydra_plus"
+    attends_to_prompt: ClassVar[bool] = True
     config_class: ClassVar[type[HydraConfig]] = HydraPlusConfig
     config: HydraPlusConfig
 

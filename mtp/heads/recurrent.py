@@ -47,6 +47,7 @@ class RecurrentHead(GrowingHead):
     """See the module's text."""
 
     family: ClassVar[str] = "redrafter"
+    attends_to_prompt: ClassVar[bool] = False
     config_class: ClassVar[type[HeadConfig]] = RecurrentConfig
     config: RecurrentConfig
     input_scale: Tensor

@@ -602,6 +602,11 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
+def test_prompt_lookup_is_pointed_to_its_drafter() -> None:
+    with pytest.raises(ValueError, match=r'prompt_lookup_num_tokens=3 .*drafter="ngram"'):
+        oracle().generate(torch.tensor(ONE), max_new_tokens=4, prompt_lookup_num_tokens=3)
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_settings_that_cannot_be_drafted_for_are_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=name):

@@ -38,8 +38,6 @@ from mtp.sampling import TargetSampler
 from mtp.tree import TokenTree
 from mtp.verify import Distribution, Randomness
 
-# Of every family the smallest trees that branch twice.
-SMALL_TREES = [(family, 7, 3) if issubclass(HEADS[family], GrowingHead) else (family, 5, 4) for family in sorted(HEADS)]
 DRAWN_RULES = [pytest.param(rule.verify_row, id=rule.name) for rule in RULES.values() if rule.drawn]
 
 

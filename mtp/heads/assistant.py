@@ -1,0 +1,161 @@
+"""A small language model as a trained head: made of some of the target's own layers, and distilled on its answers.
+
+It drafts as any assistant does (``mtp/drafters/assistant.py``), so it trains as a language model does: what it says
+behind a token does not depend on how the token came about, and all steps share one prediction a position.  One step
+(``head.steps: 1``) is all that a recipe needs.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from mtp.drafters.assistant import Assistant
+from mtp.drafters.base import Budget, Draw, TargetStates
+from mtp.drafters.layer_subset import keep_layers
+from mtp.drafters.lm_tree import TreeShape
+from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
+from mtp.heads.warmstart import RidgeRegression
+from mtp.target import Target
+from mtp.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class AssistantHeadConfig(HeadConfig):
+    """Sizes of an assistant; see ``HeadConfig`` for those every family has.
+
+    Attributes:
+        model_class: its class in Transformers.
+        model: its config there.
+        depth: longest path of drafted tokens in a tree.
+        width: nodes read a level.
+    """
+
+    model_class: str = ""
+    model: dict[str, Any] = field(default_factory=dict)
+    depth: int = 6
+    width: int = 6
+
+
+class AssistantHead(Head):
+    """A causal LM with weights of its own; its input embeddings stay those of the target."""
+
+    family: ClassVar[str] = "assistant"
+    config_class = AssistantHeadConfig
+    config: AssistantHeadConfig
+
+    def __init__(self, config: AssistantHeadConfig):
+        super().__init__(config)
+        model_class = getattr(transformers, config.model_class, None)
+        if model_class is None:
+            raise ValueError(
+                f"Transformers has no {config.model_class!r}, of which an assistant was made; expected a class of its "
+                "own, not code that comes with a checkpoint. Use another Transformers, or another family of heads."
+            )
+        self.lm = model_class(model_class.config_class.from_dict(copy.deepcopy(config.model))).float()
+        self.lm.get_input_embeddings().requires_grad_(False)
+        self._assistant: tuple[Assistant, ...] = ()
+
+    @classmethod
+    def from_target(cls, target: Target, draft_ids: Tensor, layers: Iterable[int] | None = None, **sizes: Any) -> Self:
+        """A copy of some of the target's layers.
+
+        Args:
+            layers: those that stay, counted from 0; by default every fourth, the first and the last among them.
+
+        Raises:
+            UnsupportedTargetError: for layers that cannot make a model by themselves (see ``keep_layers``).
+        """
+        count = target.num_layers
+        spread = torch.linspace(0, count - 1, max(count // 4, min(count, 2))).round().int().tolist()
+        subset = keep_layers(target.causal_lm, sorted(set(spread if layers is None else layers)))
+        subset.config.tie_word_embeddings = False  # its output matrix is trained, its embeddings are the target's
+        config = AssistantHeadConfig(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_ids.numel(),
+            model_class=type(subset).__name__,
+            model=json.loads(subset.config.to_json_string()),  # as it comes back from a checkpoint
+            **sizes,
+        )
+        head = cls(config)
+        head.lm.load_state_dict(subset.state_dict())
+        head = head.to(target.device).attach(target)
+        head.set_draft_vocabulary(draft_ids)
+        return head
+
+    def attach(self, target: Target) -> Self:
+        if self._assistant and target is self.target:  # a new one would not know its predecessor's generations
+            return self
+        super().attach(target)
+        shape = TreeShape(self.config.width, self.config.depth, self.config.nodes)
+        self._assistant = (Assistant(self.lm, shape=shape, draft_ids=self.draft_ids).attach(target),)
+        return self
+
+    @property
+    def assistant(self) -> Assistant:
+        """The drafter that reads and guesses with the weights of this head."""
+        if not self._assistant:
+            raise RuntimeError("This head is attached to no target; call head.attach(target) first.")
+        return self._assistant[0]
+
+    @property
+    def state(self) -> Any:
+        return self.assistant.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.assistant.state = state
+
+    # ---- training -------------------------------------------------------------------------------------------------
+
+    def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
+        rows, bases = batch.bases(2).nonzero(as_tuple=True)
+        positions = bases + 1
+        hidden = self._hidden(batch)[rows, positions]
+        logits = self.assistant.model.unembed(hidden, self.draft_ids)
+        reached = [positions > step for step in range(steps)]
+        return [Prediction(logits[there], rows[there], positions[there]) for there in reached]
+
+    def _hidden(self, batch: TrainingBatch) -> Tensor:
+        """``[B, T, H]`` its last hidden states.  Padding lies behind the real tokens, which never see it."""
+        output = self.assistant.model.backbone(input_ids=batch.states.tokens, use_cache=False)
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    @torch.no_grad()
+    def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
+        """Fit the target's last hidden states to the assistant's own, and put the map into the output matrix."""
+        width = self.config.hidden_size
+        output: nn.Linear = self.lm.get_output_embeddings()
+        fit = RidgeRegression(width, width, device=output.weight.device)
+        for batch in batches:
+            read = batch.bases(1)
+            fit.add(self._hidden(batch)[read], batch.states.hidden[read])
+        if fit.count == 0:
+            raise ValueError("A warm start needs at least one batch of training rows; found none.")
+        output.weight.copy_(self.target.output_matrix.float() @ fit.solve())
+
+    # ---- decoding -------------------------------------------------------------------------------------------------
+
+    def start(self, states: TargetStates, capacity: int) -> None:
+        self.assistant.start(states, capacity)
+
+    def observe(self, states: TargetStates) -> None:
+        self.assistant.observe(states)
+
+    def select_rows(self, rows: Tensor) -> None:
+        self.assistant.select_rows(rows)
+
+    def rewind(self, length: int) -> int:
+        return self.assistant.rewind(length)
+
+    def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
+        return self.assistant.propose(pending, budget, draw)
