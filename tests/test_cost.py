@@ -46,7 +46,7 @@ def test_measuring_gives_a_whole_table_and_leaves_the_model_alone(family: str) -
 @pytest.mark.parametrize("name", sorted(DRAFTERS))
 def test_drafters_that_need_no_training_are_measured_too(name: str) -> None:
     target = tiny_target()
-    table = measure(target, drafter_by_name(name), batch=2)
+    table = measure(target, drafter_by_name(name).attach(target), batch=2)
     assert all(value > 0 for row in table.verify for value in row)
     assert table.first > 0
     assert 0 <= table.level < table.verify[0][0]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import FOUR, VOCAB, padded, tiny_model
 
-from mtp.drafters import Budget, NgramDrafter, OutputStore, RoundCosts, TargetStates
+from mtp.drafters import Budget, MixedDrafter, NgramDrafter, OutputStore, RoundCosts, TargetStates
 from mtp.drafters.lookup import LEAST_WORTH, confidence, followers, grow
 from mtp.model import SpeculativeModel
 from mtp.suffix import COUNTED, NOTHING, ROOT, SuffixAutomaton
@@ -291,9 +291,11 @@ def test_a_corpus_is_looked_into_too() -> None:
 
 
 def test_a_corpus_in_other_tokens_than_the_targets_is_refused() -> None:
-    model = SpeculativeModel.from_target(tiny_model(), NgramDrafter(corpus=[[3, 4], [5, VOCAB]]))
+    foreign, model = NgramDrafter(corpus=[[3, 4], [5, VOCAB]]), SpeculativeModel.from_target(tiny_model(), "none")
     with pytest.raises(ValueError, match=rf"token {VOCAB}.*0 to {VOCAB - 1}.*tokenizer"):
-        model.generate(torch.tensor(FOUR[1:2]), max_new_tokens=3)
+        model.generate(torch.tensor(FOUR[1:2]), max_new_tokens=3, drafter=foreign)
+    with pytest.raises(ValueError, match=rf"token {VOCAB}.*0 to {VOCAB - 1}.*tokenizer"):
+        model.generate(torch.tensor(FOUR[1:2]), max_new_tokens=3, drafter=MixedDrafter([NgramDrafter(), foreign]))
 
 
 def test_rows_learn_from_each_other_through_a_store_and_not_without_one() -> None:

@@ -228,6 +228,7 @@ class Trainer:
     def _diagnose(self, acceptance: dict[str, Any]) -> None:
         """Say why acceptance is what it is, in the log, on the terminal and in the run's folder, and show answers."""
         optim, steps = self.config.optim, self.config.head.steps
+        self.head.eval()
         found = diagnose(
             self.head, self._seen_states(), self.held_out, acceptance, steps=steps, positions=optim.batch_positions
         )
@@ -240,6 +241,7 @@ class Trainer:
         samples = sample_answers(self.head, rows, self.tokenizer, self.config.eval.max_new_tokens)
         self._log({"event": "samples", "samples": samples})
         log_samples(self.accelerator, samples, self.progress.step)
+        self.head.train()
 
     def _export(self, name: str, acceptance: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
