@@ -25,13 +25,14 @@ from mtp.drafters.prediction import predicted_ids
 from mtp.heads import Head
 from mtp.past import Past
 from mtp.planner import CostPlanner, FixedPlanner, Planner
+from mtp.processors import names_of_stateful
 from mtp.refusals import (
     refuse_foreign_past,
     refuse_ignored_inputs,
     refuse_unsupported_arguments,
     refuse_unsupported_settings,
 )
-from mtp.rules import AUTO, rule_for
+from mtp.rules import AUTO, RULES, rule_for
 from mtp.sampling import TargetSampler
 from mtp.stats import AcceptanceStats, Drift
 from mtp.target import Target
@@ -152,7 +153,8 @@ class SpeculativeModel:
             prediction: what the answer will mostly repeat, as text or token ids (one for each prompt of a batch); it is
                 the draft, in place of the drafter, and is taken up again after every departure from it.
             rule: of acceptance: one of ``mtp.available_rules()``.  All are exact but ``"typical"``, which says so in
-                ``acceptance.notes``; ``"auto"``, the default, is the walk.
+                ``acceptance.notes``; ``"auto"``, the default, is the walk, or with ``nodes=N`` the rule that
+                keeps the most of this drafter's guesses.
             on_token: called with ``(row, token, kept)`` as soon as a token is committed, for every token in order;
                 ``kept`` says whether the drafter had guessed it.  Unlike a streamer it takes batches too.
             generator: source of all random draws; torch's default one (``torch.manual_seed``) when left out.
@@ -224,7 +226,12 @@ def speculate(
         if predictions is not None and len(predictions) != prompts:
             raise ValueError(f"Found {len(predictions)} predictions for {prompts} prompts; expected one for each.")
         wants_dict = bool(generation_config.return_dict_in_generate)
-        chosen = rule_for(rule, generation_config.do_sample)
+        # How many draws a drawn tree takes depends on its size: with trees that are planned by the clock a seed would
+        # not give its text again, which under the walk it does.
+        best = drafter.best_rule(generation_config.temperature or 1.0) if planner.is_fixed else "walk"
+        if names_of_stateful(logits_processor) and not RULES[best].in_order:
+            best = "walk"
+        chosen = rule_for(rule, generation_config.do_sample, best)
         sampler = TargetSampler(
             logits_processor, generation_config.do_sample, batch_size, Randomness(generator), chosen
         )

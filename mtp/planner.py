@@ -41,7 +41,13 @@ class RoundReport:
 
 
 class Planner(ABC):
-    """Decides before each round what the drafter may propose, and learns from how the round went."""
+    """Decides before each round what the drafter may propose, and learns from how the round went.
+
+    Attributes:
+        is_fixed: what it decides depends on nothing that it learns, such as times.
+    """
+
+    is_fixed: bool = False
 
     @abstractmethod
     def prepare(self, batch: int) -> None:
@@ -58,6 +64,8 @@ class Planner(ABC):
 
 class FixedPlanner(Planner):
     """Trees of at most ``nodes`` nodes in every round."""
+
+    is_fixed = True
 
     def __init__(self, nodes: int):
         self.nodes = nodes

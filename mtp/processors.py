@@ -57,6 +57,11 @@ PLACE_ONLY = _classes(
 )
 
 
+def names_of_stateful(processors: LogitsProcessorList) -> list[str]:
+    """Those that may keep a state from token to token."""
+    return [type(p).__name__ for p in processors if type(p) not in (*LOGITS_ONLY, *ROW_ONLY, *PLACE_ONLY)]
+
+
 class RowProcessors:
     """The caller's processors as each row of the batch meets them.
 
@@ -81,11 +86,10 @@ class RowProcessors:
         self.batch_size = batch_size
         self.token_processors = [type(p).__name__ for p in processors if type(p) not in LOGITS_ONLY]
         self.logits_only = not self.token_processors
-        unknown = [p for p in processors if type(p) not in (*LOGITS_ONLY, *ROW_ONLY, *PLACE_ONLY)]
-        self.in_order = [type(p).__name__ for p in unknown]
-        self._needs_place = bool(unknown) or any(type(p) in PLACE_ONLY for p in processors)
+        self.in_order = names_of_stateful(processors)
+        self._needs_place = bool(self.in_order) or any(type(p) in PLACE_ONLY for p in processors)
         self._of_row = [processors] * batch_size
-        if unknown and batch_size > 1:
+        if self.in_order and batch_size > 1:
             self._of_row = [processors, *(_copied(processors) for _ in range(batch_size - 1))]
 
     def __bool__(self) -> bool:

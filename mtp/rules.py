@@ -52,14 +52,14 @@ def available_rules() -> list[str]:
     return [AUTO, *RULES]
 
 
-def rule_for(name: str, do_sample: bool) -> Rule:
-    """The rule of that name; ``"auto"`` is the walk.
+def rule_for(name: str, do_sample: bool, best: str = "walk") -> Rule:
+    """The rule of that name; ``"auto"`` is the walk, and ``best`` when sampling.
 
     Raises:
         ValueError: for an unknown name, and for greedy decoding with a rule that is for sampling.
     """
     if name == AUTO:
-        return RULES["walk"]
+        return RULES[best if do_sample else "walk"]
     if name not in RULES:
         near = difflib.get_close_matches(str(name), available_rules(), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

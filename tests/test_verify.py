@@ -11,14 +11,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import random_tree
+from tiny import random_tree, tiny_head, tiny_target
+from torch import Tensor
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
 
+from mtp.model import SpeculativeModel
 from mtp.processors import RowProcessors
 from mtp.rules import AUTO, RULES, available_rules, rule_for
 from mtp.sampling import TargetSampler
@@ -187,7 +190,9 @@ def test_behind_the_kept_path_the_target_chooses() -> None:
 def test_rules_are_found_by_name_and_auto_is_exact() -> None:
     assert available_rules() == [AUTO, *RULES]
     for do_sample in (False, True):
-        assert rule_for(AUTO, do_sample).exact
+        assert rule_for(AUTO, do_sample) is RULES["walk"]
+    assert rule_for(AUTO, True, "traversal") is RULES["traversal"]
+    assert rule_for(AUTO, False, "traversal") is RULES["walk"]
     assert rule_for("traversal", do_sample=True) is RULES["traversal"]
     assert [name for name, rule in RULES.items() if not rule.exact] == ["typical"]
 
@@ -245,3 +250,41 @@ def test_logits_handed_to_verify_are_not_changed() -> None:
         sampler = TargetSampler(LogitsProcessorList(processors), True, 2)
         sampler.verify(sampler.at_nodes(tree, logits, [[1], [2]], [0, 1]))
         assert torch.equal(logits, before)
+
+
+# ---- the rule that is taken when none is named ----------------------------------------------------------------------
+
+
+class Stateful(LogitsProcessor):
+    """Not known to Transformers or to us: it may keep anything."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "expected"),
+    [
+        ("medusa", {"nodes": 6}, "traversal"),
+        ("medusa", {"nodes": 6, "do_sample": False}, "walk"),
+        ("medusa", {"nodes": "auto"}, "walk"),  # a seed would not give its text again
+        ("medusa", {"nodes": 6, "logits_processor": LogitsProcessorList([Stateful()])}, "walk"),
+        ("medusa", {"nodes": 6, "rule": "rejection"}, "rejection"),
+        ("eagle3", {"nodes": 6, "temperature": 0.6}, "walk"),
+        ("eagle3", {"nodes": 6}, "traversal"),
+    ],
+)
+def test_auto_is_the_rule_that_keeps_most_where_trees_have_a_fixed_size(
+    family: str, options: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def watched(*arguments: Any) -> TargetSampler:
+        seen.append(arguments[-1].name)
+        return TargetSampler(*arguments)
+
+    monkeypatch.setattr("mtp.model.TargetSampler", watched)
+    target = tiny_target()
+    model = SpeculativeModel(target, tiny_head(family, target))
+    model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, **{"do_sample": True, **options})
+    assert seen == [expected]

@@ -187,6 +187,10 @@ class Drafter(ABC):
     def forget(self) -> None:  # noqa: B027 - most drafters learn nothing while they draft
         """Be as new: drop what was learnt from one generation to the next."""
 
+    def best_rule(self, temperature: float) -> str:
+        """The exact acceptance rule (``mtp.rules``) under which the most of its guesses are kept when sampling."""
+        return "walk"
+
     @abstractmethod
     def start(self, states: TargetStates, capacity: int) -> None:
         """Begin a batch.  ``capacity`` is the number of tokens the longest row may reach."""

@@ -113,6 +113,10 @@ class MedusaHead(Head):
         for parameter in self.blocks.parameters():
             parameter.zero_()
 
+    def best_rule(self, temperature: float) -> str:
+        """Its trees are static, drawn or not, and draws from all of its distribution reach further (measured)."""
+        return "traversal"
+
     def set_rank_accuracy(self, rank_accuracy: tuple[tuple[float, ...], ...]) -> None:
         self.config = replace(self.config, rank_accuracy=rank_accuracy)
 
