@@ -47,7 +47,10 @@ def keep_layers(lm: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     _refuse_other_layers(name, [stack[at] for at in layers], list(kept))
     moved = {f"{prefix}.{at}.": f"{prefix}.{layer}." for at, layer in enumerate(layers)}
     weights, buffers = lm.state_dict(), dict(lm.named_buffers())
-    model.load_state_dict({key: weights[_origin(key, moved)] for key in model.state_dict()}, assign=True)
+    try:
+        model.load_state_dict({key: weights[_origin(key, moved)] for key in model.state_dict()}, assign=True)
+    except (KeyError, RuntimeError) as error:  # layers that are built differently at their new place
+        raise UnsupportedTargetError(f"{name} cannot be made of layers {tuple(layers)}: {error}") from error
     for path, owner, leaf in _buffers(model):  # those that no state dict holds, such as rotary frequencies
         owner._buffers[leaf] = buffers[_origin(path, moved)]
     model.tie_weights()

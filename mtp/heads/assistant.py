@@ -126,9 +126,9 @@ class AssistantHead(Head):
 
     def _hidden(self, batch: TrainingBatch) -> Tensor:
         """``[B, T, H]`` its last hidden states.  Padding lies behind the real tokens, which never see it."""
-        output = self.assistant.model.backbone(input_ids=batch.states.tokens, use_cache=False)
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        # As it drafts, through the library's attention: what a stock one leaves out (soft-capping, in older versions)
+        # would otherwise be trained without, and drafted with.
+        return self.assistant.model.encode(batch.states.tokens, gradient=torch.is_grad_enabled())[0]
 
     @torch.no_grad()
     def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
