@@ -164,7 +164,12 @@ def test_a_run_killed_at_any_moment_goes_on_from_its_newest_whole_checkpoint(wor
     run_here(workshop, tmp_path / "whole")
     printed = subprocess.run(
         [sys.executable, "tests/killing.py", *recipe(workshop, tmp_path / "killed")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        # As many threads as here: sums in another order end in other bits.
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        },
         cwd=ROOT,
         capture_output=True,
         text=True,
