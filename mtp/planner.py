@@ -85,7 +85,6 @@ MARGIN = 0.97  # drafting goes on while it is at least this fast as plain decodi
 FIRST_ROUNDS = 2  # decoded plainly before anything else: what they take is what drafting has to beat
 FIRST_REST, LONGEST_REST = 16, 128  # rounds decoded plainly before drafting is tried again
 TRUST_RANGE = (0.1, 1.5)
-COLD = 1.5  # what a drafter's very first round may take at most, over what the table says; what is above is forgiven
 FAITH = 2.0  # rounds' worth of the acceptance that was measured, before any is seen
 
 
@@ -117,7 +116,6 @@ class CostPlanner(Planner):
         self._weight = FAITH
         self._kept = self._promised = FAITH * (expected - 1)
         self._last: RoundCosts | None = None
-        self._is_warm = False
 
     def prepare(self, batch: int) -> None:
         """Measure what is not known yet, before a generation begins."""
@@ -138,9 +136,6 @@ class CostPlanner(Planner):
             if self.resting == 0 and self._weight == 0:
                 self._begin_trial()
             return
-        if not self._is_warm:  # the first pass of a drafter packs its weights, which no later one does
-            self._is_warm = True
-            time = min(time, COLD * self._time_by_table(report.tree))
         self._tokens = FORGET * self._tokens + report.committed
         self._time = FORGET * self._time + time
         self._weight = FORGET * self._weight + 1
@@ -167,13 +162,6 @@ class CostPlanner(Planner):
         self._set_trust()
         if self._last.first < (1 - MARGIN) * self._last.plain:
             self._plain = FORGET * self._plain + (1 - FORGET) * time
-
-    def _time_by_table(self, tree: TokenTree) -> float:
-        """Of a drafted round, in plain rounds."""
-        assert self._last is not None
-        costs, levels = self._last, max(int(tree.depths.max()), 1)
-        nodes = min(tree.num_nodes, len(costs.verify) - 1)
-        return (costs.verify[nodes] + costs.first + costs.level * (levels - 1) + costs.other) / costs.plain
 
     def _set_trust(self) -> None:
         low, high = TRUST_RANGE

@@ -130,18 +130,6 @@ def test_a_table_that_promises_too_much_is_found_out_by_the_clock() -> None:
     assert tokens / seconds > 0.97
 
 
-def test_the_first_pass_of_a_drafter_which_packs_its_weights_is_not_held_against_it() -> None:
-    planner = CostPlanner(KnownCosts(CPU), nodes=32)
-    for _ in range(FIRST_ROUNDS):
-        assert planner.budget(64, 1) is None
-        planner.learn(report(drafted=False, committed=1, promised=None, seconds=1.0))
-    for seconds in (30.0, *[1.5] * 20):
-        assert planner.budget(64, 1) is not None
-        planner.learn(report(drafted=True, committed=2.3, promised=1.3, seconds=seconds))
-    planner.learn(report(drafted=True, committed=2.3, promised=1.3, seconds=30.0))
-    assert planner.budget(64, 1) is None, "any other round counts"
-
-
 def test_trust_follows_what_was_kept() -> None:
     planner = CostPlanner(KnownCosts(GPU), nodes=32)
     for _ in range(60):
