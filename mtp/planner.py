@@ -5,7 +5,9 @@ Acceptance is not speed: a tree is worth the tokens it is expected to commit ove
 
 from __future__ import annotations
 
+import statistics
 from abc import ABC, abstractmethod
+from collections import deque
 from dataclasses import dataclass, replace
 
 from mtp.cost import Costs
@@ -86,6 +88,23 @@ FIRST_ROUNDS = 2  # decoded plainly before anything else: what they take is what
 FIRST_REST, LONGEST_REST = 16, 128  # rounds decoded plainly before drafting is tried again
 TRUST_RANGE = (0.1, 1.5)
 FAITH = 2.0  # rounds' worth of the acceptance that was measured, before any is seen
+SPIKE = 2.0  # times the usual: what a round takes beyond that is put down to the machine
+
+
+class Pace:
+    """Times of like rounds, without what the machine did beside them.
+
+    One round that took five times as long as those before it says nothing about drafting; several do.
+    """
+
+    def __init__(self) -> None:
+        self._last = deque([1.0] * 3, maxlen=5)  # over what was expected
+
+    def count(self, time: float, expected: float) -> float:
+        """How much of a round's time is to be held for or against it, knowing what the costs made expect."""
+        limit = SPIKE * statistics.median(self._last) * expected
+        self._last.append(time / expected)
+        return min(time, limit)
 
 
 class CostPlanner(Planner):
@@ -112,6 +131,7 @@ class CostPlanner(Planner):
         self.resting = FIRST_ROUNDS
         self._next_rest = FIRST_REST
         self._plain = 1.0  # what a plain round takes, over what the table says
+        self._plain_pace, self._drafted_pace = Pace(), Pace()
         self._tokens, self._time = FAITH * expected, FAITH
         self._weight = FAITH
         self._kept = self._promised = FAITH * (expected - 1)
@@ -132,36 +152,44 @@ class CostPlanner(Planner):
         assert self._last is not None
         time = report.seconds / self._last.plain
         if not report.drafted:
-            self._plain = FORGET * self._plain + (1 - FORGET) * time
+            self._see_plain(time)
             if self.resting == 0 and self._weight == 0:
                 self._begin_trial()
             return
-        self._tokens = FORGET * self._tokens + report.committed
-        self._time = FORGET * self._time + time
-        self._weight = FORGET * self._weight + 1
         if report.is_bare:
-            self._learn_from_bare_round(time)
+            self._restore_faith()
+            if self._last.first < (1 - MARGIN) * self._last.plain:
+                # The drafter costs next to nothing and had no guess: this was a plain round, and says nothing of it.
+                self._see_plain(time)
+                return
         elif report.promised is not None:
             self._kept = FORGET * self._kept + (report.committed - 1)
             self._promised = FORGET * self._promised + report.promised
             self._set_trust()
+        self._tokens = FORGET * self._tokens + report.committed
+        self._time = FORGET * self._time + self._drafted_pace.count(time, self._expected(report.tree))
+        self._weight = FORGET * self._weight + 1
         if self._tokens * self._plain < MARGIN * self._time:
             self.resting, self._weight = self._next_rest, 0.0
             self._next_rest = min(2 * self._next_rest, LONGEST_REST)
         elif self._weight > FAITH + 1:
             self._next_rest = FIRST_REST
 
-    def _learn_from_bare_round(self, time: float) -> None:
-        """Nothing was found to guess, or nothing that pays: faith in the drafter returns, or it would never be tried.
+    def _see_plain(self, time: float) -> None:
+        """Take in a round without guesses: what drafting has to beat."""
+        self._plain = FORGET * self._plain + (1 - FORGET) * self._plain_pace.count(time, expected=1.0)
 
-        The round of a drafter that costs next to nothing was a plain one, and shows what drafting has to beat now.
-        """
+    def _expected(self, tree: TokenTree) -> float:
+        """What a round that drafts and verifies ``tree`` is expected to take at least, in plain rounds."""
         assert self._last is not None
+        verify = self._last.verify[min(tree.num_nodes, len(self._last.verify) - 1)]
+        return (self._last.first + verify + self._last.other) / self._last.plain
+
+    def _restore_faith(self) -> None:
+        """Nothing was found to guess, or nothing that pays: a drafter that is not believed would never be tried."""
         self._kept = FORGET * self._kept + (1 - FORGET)
         self._promised = FORGET * self._promised + (1 - FORGET)
         self._set_trust()
-        if self._last.first < (1 - MARGIN) * self._last.plain:
-            self._plain = FORGET * self._plain + (1 - FORGET) * time
 
     def _set_trust(self) -> None:
         low, high = TRUST_RANGE

@@ -130,6 +130,31 @@ def test_a_table_that_promises_too_much_is_found_out_by_the_clock() -> None:
     assert tokens / seconds > 0.97
 
 
+@pytest.mark.parametrize("spike", [3.0, 10.0, 100.0])
+@pytest.mark.parametrize("first", range(6))
+def test_a_round_that_the_machine_disturbed_stops_no_drafting(spike: float, first: int) -> None:
+    planner = CostPlanner(KnownCosts(CPU), nodes=32)
+    drafted = []
+    for at in range(200):
+        budget = planner.budget(64, 1)
+        taken = (spike if at % 20 == first else 1.0) * (1.0 if budget is None else 1.3)
+        planner.learn(report(budget is not None, 1 if budget is None else 2, None if budget is None else 1.0, taken))
+        drafted.append(budget is not None)
+    assert all(drafted[FIRST_ROUNDS:])
+
+
+def test_plain_rounds_that_the_machine_disturbed_make_no_drafting_look_good() -> None:
+    """A plain round that took a hundred times as long is not what drafting has to beat."""
+    planner = CostPlanner(KnownCosts(CPU), nodes=32)
+    seconds, tokens = 0.0, 0
+    for at in range(600):
+        budget = planner.budget(64, 1)
+        taken = 1.0 if budget is None else 1.3
+        planner.learn(report(budget is not None, 1, None if budget is None else 0.3, taken * (100 if at == 1 else 1)))
+        seconds, tokens = seconds + taken, tokens + 1
+    assert tokens / seconds > 0.97
+
+
 def test_trust_follows_what_was_kept() -> None:
     planner = CostPlanner(KnownCosts(GPU), nodes=32)
     for _ in range(60):
@@ -143,7 +168,12 @@ CHAIN = torch.tensor([[0.9**depth for depth in range(1, 17)]])
 
 
 def look_up(
-    found: Callable[[int], bool], kept: Callable[[int, int], int], rounds: int, slower: float = 1.0
+    found: Callable[[int], bool],
+    kept: Callable[[int, int], int],
+    rounds: int,
+    slower: float = 1.0,
+    noise: float = 0.0,
+    seed: int = 0,
 ) -> tuple[CostPlanner, list[int]]:
     """Rounds of a drafter that costs next to nothing and finds a chain to copy in some rounds, and else nothing.
 
@@ -151,15 +181,18 @@ def look_up(
         found: whether it finds something in a round.
         kept: how many guesses of a chain of so many are kept in a round.
         slower: the machine, than when the table was measured.
+        noise: of the rounds' times, as a share of them.
 
     Returns:
         the planner, and the sizes of the trees; 0 where it was not asked.
     """
     planner, sizes = CostPlanner(KnownCosts(LOOKUP), nodes=32), []
+    rng = random.Random(seed)
     for at in range(rounds):
         budget, costs = planner.budget(64, 1), LOOKUP.of_round(64, 32)
         size = 1 if budget is None or not found(at) else budget.costs.best(CHAIN, 1)[0]
         seconds = slower * (costs.verify[size] + costs.other) + (0.0 if budget is None else costs.first)
+        seconds *= 1 + rng.uniform(-noise, noise)
         promised = None if size == 1 else float(CHAIN[0, : size - 1].sum())
         planner.learn(report(budget is not None, 1 + kept(at, size - 1), promised, seconds, size - 1))
         sizes.append(0 if budget is None else size)
@@ -167,8 +200,12 @@ def look_up(
 
 
 @pytest.mark.parametrize("slower", [1.0, 1.2])
-def test_a_drafter_that_costs_nothing_never_rests_while_it_finds_nothing(slower: float) -> None:
-    _, sizes = look_up(lambda at: at >= 400, lambda at, guesses: round(0.8 * guesses), rounds=440, slower=slower)
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_drafter_that_costs_nothing_never_rests_while_it_finds_nothing(
+    slower: float, noise: float, seed: int
+) -> None:
+    _, sizes = look_up(lambda at: at >= 400, lambda at, guesses: round(0.8 * guesses), 440, slower, noise, seed)
     assert 0 not in sizes[FIRST_ROUNDS:]
     assert min(sizes[400:]) > 4, "the first thing found is used at once"
 
