@@ -206,7 +206,7 @@ class Trainer:
         # The processes of a sharded target run each pass together, so all of them do all of the work.
         share = ALONE if isinstance(self.target, ShardedTarget) else self.share
         result = {**evaluate(self.head, self.held_out, self.config, share), "step": self.progress.step}
-        self._log({"event": "evaluation", **result})
+        self._log({"event": "evaluation", **result, "stages": result["seconds"]})
         tau, counted = result["mean_accepted_length"], result["held_out"]
         self._say(
             f"step {self.progress.step}: mean accepted length {tau:.3f} on {result['data']}, held-out loss "
@@ -320,7 +320,9 @@ class Trainer:
     def _log(self, values: dict[str, Any]) -> None:
         if not self.accelerator.is_main_process:
             return
-        values = {"step": self.progress.step, "seconds": round(self.progress.seconds, 3), **values}
+        progress = self.progress
+        clock = {"step": progress.step, "seconds": round(progress.seconds, 3), "trained_positions": progress.positions}
+        values = {**values, **clock}
         self.output.mkdir(parents=True, exist_ok=True)
         with (self.output / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")

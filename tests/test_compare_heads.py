@@ -1,0 +1,86 @@
+"""scripts/compare_heads.py: contenders are trained and measured by the programs themselves, once each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from test_bench import script
+from tiny import random_prompts
+from workshop import make_workshop
+
+HEAD = {"draft_vocab_size": 20, "steps": 2, "nodes": 8}
+OPTIM = {"epochs": 1, "batch_positions": 200}
+EVAL = {"rows": 4, "batch_size": 4, "max_new_tokens": 6}
+
+
+def write_recipe(folder: Path, family: str) -> str:
+    values = {
+        "data": {"held_out_fraction": 0.2},
+        "head": {"family": family, **HEAD},
+        "optim": OPTIM,
+        "eval": EVAL,
+        "log_every": 1,
+    }
+    path = folder / f"{family}.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.slow
+def test_contenders_are_trained_measured_and_timed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare = script("compare_heads")
+    workshop = make_workshop(tmp_path / "workshop")
+    questions = tmp_path / "asked.jsonl"
+    asked = [
+        {"prompt_ids": ids, "category": "odd" if at % 2 else "even"} for at, ids in enumerate(random_prompts([5] * 4))
+    ]
+    questions.write_text("".join(json.dumps(each) + "\n" for each in asked), encoding="utf-8")
+    medusa, eagle = write_recipe(tmp_path, "medusa"), write_recipe(tmp_path, "eagle3")
+    output = tmp_path / "out"
+    fixed = ["--data", str(workshop / "rows.jsonl"), "--questions", str(questions), "--output", str(output)]
+    fixed += ["--target", str(workshop / "target"), "--epochs", "1", "--tokens", "6", "--threads", "1"]
+
+    def run(*contenders: str) -> int:
+        monkeypatch.setattr("sys.argv", ["compare_heads.py", *contenders, *fixed])
+        return compare.main()
+
+    # One that cannot be trained is named; the others go on.
+    assert run(medusa, f"{eagle},head.steps=0", eagle) == 1
+    assert "eagle3 head.steps=0: training ended with exit code 1" in capsys.readouterr().err
+
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("what is done is done again"))
+    assert run(medusa, eagle) == 0
+    results = json.loads((output / "results.json").read_text(encoding="utf-8"))
+    assert [each["name"] for each in results] == ["medusa", "eagle3"]
+    for each in results:
+        assert each["parameters"] > 0
+        assert each["curve"][-1]["positions"] == each["positions"] > 0
+        assert set(each["acceptance"]["asked"]) == {"0", "1"}
+        assert set(each["acceptance"]["asked"]["0"]) == {"all", "even", "odd"}
+        assert each["acceptance"]["asked"]["0"]["all"] >= 1
+        assert each["tokens_per_second"] > 0
+        assert each["draft_milliseconds"] > 0
+    table = (output / "results.md").read_text(encoding="utf-8")
+    assert table.count("| medusa |") == table.count("| eagle3 |") == 3
+    assert "asked, greedy | asked, T = 1" in table
+
+
+def test_what_is_not_there_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare = script("compare_heads")
+    (tmp_path / "rows.jsonl").write_text("", encoding="utf-8")
+    here = ["--data", str(tmp_path / "rows.jsonl"), "--questions"]
+    monkeypatch.setattr("sys.argv", ["compare_heads.py", *here, str(tmp_path / "none.jsonl")])
+    with pytest.raises(SystemExit):
+        compare.main()
+    assert "none.jsonl" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["compare_heads.py", "configs/none.yaml", *here, str(tmp_path / "rows.jsonl")])
+    with pytest.raises(SystemExit, match="no recipe at configs"):
+        compare.main()
