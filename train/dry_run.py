@@ -211,7 +211,7 @@ def _seconds(
     """What each part of the run will take."""
     assert features.rate is not None
     evaluations = 1 + (steps // config.eval.every if config.eval.every else 0)
-    decoding = sum(evaluation["stages"].values()) / max(evaluation["committed_tokens"], 1)
+    decoding = sum(evaluation["seconds"].values()) / max(evaluation["committed_tokens"], 1)
     return {
         "hidden states": features.missing / features.rate,
         "training": steps * config.optim.accumulate * per_batch
