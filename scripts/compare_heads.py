@@ -5,7 +5,8 @@
 A contender is a recipe, perhaps with changes: ``configs/smollm2_eagle3.yaml,optim.lr=1e-3``.  Each is trained by
 ``train/heads.py``, then measured by ``serve/measure.py``: acceptance with trees of a fixed size, greedy and sampled,
 and speed with trees as large as pays.  What is done is not done again: interrupted, the same command goes on, and with
-other contenders it adds them.  A contender that fails is named in the end; the others go on.
+other contenders it adds them.  ``--drafters ngram head+ngram`` measures drafters that need no training beside them, on
+the first contender's checkpoint.  A contender that fails is named in the end; the others go on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,6 +28,7 @@ from rich.console import Console
 from safetensors import safe_open
 
 from mtp.files import write_json
+from serve.questions import read_questions
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml")
@@ -34,30 +37,41 @@ DONE = "done.json"  # in a contender's folder: each stage's command line, once i
 
 @dataclass(frozen=True)
 class Contender:
-    """A recipe and what is changed in it.
+    """A recipe and what is changed in it, or a drafter by name beside a head that is trained already.
 
     Attributes:
         name: of its row and its folder.
         folder: of everything that belongs to it.
+        checkpoint: that is measured.
+        recipe: that is followed to make it; None where there is nothing to train.
+        overrides: of the recipe.
     """
 
     name: str
-    recipe: str
-    overrides: tuple[str, ...]
     folder: Path
+    checkpoint: Path
+    recipe: str | None = None
+    overrides: tuple[str, ...] = ()
 
     @classmethod
-    def parse(cls, text: str, output: Path) -> Contender:
+    def trained(cls, text: str, output: Path) -> Contender:
         """Read ``recipe.yaml[,key=value...]``."""
         recipe, *overrides = text.split(",")
         if not (ROOT / recipe).is_file():
             raise SystemExit(f"error: no recipe at {recipe}; expected one such as configs/smollm2_eagle3.yaml")
         name = " ".join([Path(recipe).stem.removeprefix("smollm2_"), *overrides])
-        return cls(name, recipe, tuple(overrides), output / re.sub(r"[^\w.=-]+", "-", name))
+        folder = output / re.sub(r"[^\w.=-]+", "-", name)
+        return cls(name, folder, folder / "run" / "best", recipe, tuple(overrides))
+
+    @classmethod
+    def untrained(cls, drafter: str, beside: Contender, output: Path) -> Contender:
+        """A drafter by the name that ``generate`` knows it by, which may be a mix with the head of ``beside``."""
+        return cls(drafter.replace("head", beside.name), output / f"drafter-{drafter}", beside.checkpoint)
 
     @property
-    def checkpoint(self) -> Path:
-        return self.folder / "run" / "best"
+    def drafter(self) -> tuple[str, ...]:
+        """Arguments of ``serve/measure.py``."""
+        return () if self.recipe is not None else ("--drafter", self.folder.name.removeprefix("drafter-"))
 
 
 class StageError(Exception):
@@ -76,8 +90,13 @@ def run_stage(contender: Contender, stage: str, command: Sequence[str], threads:
         return
     print(f"\n[{contender.name}] {stage}", flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-    if code == 130:
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.wait()  # it was interrupted too, and is writing its checkpoint
+        raise
+    if code in (130, -signal.SIGINT):
         raise KeyboardInterrupt
     if code != 0:
         raise StageError(f"{contender.name}: {stage} ended with exit code {code}")
@@ -85,6 +104,8 @@ def run_stage(contender: Contender, stage: str, command: Sequence[str], threads:
 
 
 def train(contender: Contender, options: argparse.Namespace) -> None:
+    if contender.recipe is None:
+        return
     shared = [
         f"target.path={options.target}",
         f"data.path={options.data}",
@@ -99,22 +120,33 @@ def train(contender: Contender, options: argparse.Namespace) -> None:
     run_stage(contender, "training", [*launch, "train/heads.py", contender.recipe, *shared, *own], options.threads)
 
 
+def measuring(contender: Contender, options: argparse.Namespace) -> list[str]:
+    """The beginning of a command line of ``serve/measure.py``."""
+    program = [sys.executable, "serve/measure.py", str(contender.checkpoint), *contender.drafter]
+    return [*program, "--max-new-tokens", str(options.tokens)]
+
+
+def chosen(data: Path, limit: int | None) -> list[str]:
+    """Arguments that choose about ``limit`` questions of a set, equally many of each category."""
+    if limit is None:
+        return ["--data", str(data)]
+    categories = len({question.category for question in read_questions(data)})
+    return ["--data", str(data), "--per-category", str(math.ceil(limit / categories))]
+
+
 def measure(contender: Contender, options: argparse.Namespace) -> None:
-    program = [sys.executable, "serve/measure.py", str(contender.checkpoint), "--max-new-tokens", str(options.tokens)]
-    if options.per_category:
-        program += ["--per-category", str(options.per_category)]
     how = ["--only-acceptance", "--batch-size", "8", "--nodes", str(options.nodes)]
     how += ["--temperature", *map(str, options.temperature)]
     for data in options.questions:
         results = contender.folder / f"{data.stem}.json"
-        command = [*program, *how, "--data", str(data), "--output", str(results)]
+        command = [*measuring(contender, options), *how, *chosen(data, options.limit), "--output", str(results)]
         run_stage(contender, f"acceptance on {data.stem}", command, options.threads)
 
 
 def time(contender: Contender, options: argparse.Namespace) -> None:
     command = [
-        *(sys.executable, "serve/measure.py", str(contender.checkpoint), "--max-new-tokens", str(options.tokens)),
-        *("--data", str(options.questions[0]), "--per-category", "1", "--limit", str(options.timed)),
+        *measuring(contender, options),
+        *chosen(options.questions[0], options.timed),
         *("--output", str(contender.folder / "speed.json")),
     ]
     run_stage(contender, "speed", command, options.threads)
@@ -146,7 +178,8 @@ def trained_with(contender: Contender) -> dict[str, Any]:
 
 def results_of(contender: Contender, options: argparse.Namespace) -> dict[str, Any]:
     """Everything that is known of a contender; what has not been measured is left out."""
-    found: dict[str, Any] = {"name": contender.name, **trained_with(contender), "acceptance": {}}
+    training = trained_with(contender) if contender.recipe is not None else {}
+    found: dict[str, Any] = {"name": contender.name, **training, "acceptance": {}}
     for data in options.questions:
         path = contender.folder / f"{data.stem}.json"
         if path.exists():
@@ -183,8 +216,8 @@ def overview(results: Sequence[dict[str, Any]]) -> str:
         rows.append(
             [
                 each["name"],
-                f"{each['parameters'] / 1e6:.1f} M",
-                f"{each['minutes']:.1f}",
+                f"{each['parameters'] / 1e6:.1f} M" if "parameters" in each else "-",
+                text(each.get("minutes"), 1),
                 *(text(tau, 2) for tau in taus),
                 *(text(each.get("draft_milliseconds"), 1), text(each.get("tokens_per_second"), 1)),
                 *(text(speed.get("plain"), 2), text(speed.get("transformers"), 2)),
@@ -215,6 +248,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--questions", type=Path, nargs="+", required=True, help="JSONL files for serve/measure.py")
     parser.add_argument("--output", type=Path, default=Path("runs/compare"), help="default: %(default)s")
     parser.add_argument("--target", default="~/.cache/mtp/smollm2-135m-instruct", help="default: %(default)s")
+    parser.add_argument(
+        "--drafters", nargs="+", default=[], help="that need no training, and mixes with the first head"
+    )
     training = parser.add_argument_group("training")
     training.add_argument("--rows", type=int, help="the first so many rows (default: all)")
     training.add_argument("--epochs", type=int, default=2, help="passes over them (default: %(default)s)")
@@ -223,8 +259,8 @@ def parse_arguments() -> argparse.Namespace:
     measuring.add_argument("--nodes", type=int, default=16, help="of the trees (default: %(default)s)")
     measuring.add_argument("--tokens", type=int, default=128, help="new tokens an answer (default: %(default)s)")
     measuring.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="default: 0 1")
-    measuring.add_argument("--per-category", type=int, help="questions of each category (default: all)")
-    measuring.add_argument("--timed", type=int, default=13, help="questions that are timed; 0 for none")
+    measuring.add_argument("--limit", type=int, help="about so many questions of each set, evenly over its categories")
+    measuring.add_argument("--timed", type=int, default=13, help="questions of the first set to time; 0 for none")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="default: all cores")
     options = parser.parse_args()
     for name in ("data", "output"):
@@ -239,7 +275,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_arguments()
-    contenders = [Contender.parse(each, options.output) for each in options.contenders]
+    contenders = [Contender.trained(each, options.output) for each in options.contenders]
+    contenders += [Contender.untrained(name, contenders[0], options.output) for name in options.drafters]
     failures: dict[Contender, StageError] = {}
     for stage in (train, measure, time) if options.timed else (train, measure):
         for contender in contenders:
@@ -261,4 +298,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; the same command goes on from here") from None

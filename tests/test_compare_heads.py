@@ -46,28 +46,30 @@ def test_contenders_are_trained_measured_and_timed_once(
     fixed = ["--data", str(workshop / "rows.jsonl"), "--questions", str(questions), "--output", str(output)]
     fixed += ["--target", str(workshop / "target"), "--epochs", "1", "--tokens", "6", "--threads", "1"]
 
-    def run(*contenders: str) -> int:
-        monkeypatch.setattr("sys.argv", ["compare_heads.py", *contenders, *fixed])
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["compare_heads.py", *arguments, *fixed])
         return compare.main()
 
     # One that cannot be trained is named; the others go on.
     assert run(medusa, f"{eagle},head.steps=0", eagle) == 1
     assert "eagle3 head.steps=0: training ended with exit code 1" in capsys.readouterr().err
+    assert run(medusa, eagle, "--drafters", "head+ngram") == 0
 
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("what is done is done again"))
-    assert run(medusa, eagle) == 0
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("what is done is done again"))
+    assert run(medusa, eagle, "--drafters", "head+ngram") == 0
     results = json.loads((output / "results.json").read_text(encoding="utf-8"))
-    assert [each["name"] for each in results] == ["medusa", "eagle3"]
-    for each in results:
+    assert [each["name"] for each in results] == ["medusa", "eagle3", "medusa+ngram"]
+    for each in results[:2]:
         assert each["parameters"] > 0
         assert each["curve"][-1]["positions"] == each["positions"] > 0
+    for each in results:
         assert set(each["acceptance"]["asked"]) == {"0", "1"}
         assert set(each["acceptance"]["asked"]["0"]) == {"all", "even", "odd"}
         assert each["acceptance"]["asked"]["0"]["all"] >= 1
         assert each["tokens_per_second"] > 0
         assert each["draft_milliseconds"] > 0
     table = (output / "results.md").read_text(encoding="utf-8")
-    assert table.count("| medusa |") == table.count("| eagle3 |") == 3
+    assert table.count("| medusa |") == table.count("| eagle3 |") == table.count("| medusa+ngram |") == 3
     assert "asked, greedy | asked, T = 1" in table
 
 
