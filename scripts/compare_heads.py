@@ -237,6 +237,16 @@ def by_category(results: Sequence[dict[str, Any]], data: str, temperature: str) 
     return markdown(rows)
 
 
+def curves(results: Sequence[dict[str, Any]]) -> str:
+    """Mean accepted length on held-out rows against trained positions and minutes, for those evaluated on the way."""
+    rows = [["head", "trained positions", "minutes", "mean accepted length, held-out rows"]]
+    for each in results:
+        for point in each.get("curve", []):
+            position, minutes = f"{point['positions']:,}", text(point["minutes"], 1)
+            rows.append([each["name"], position, minutes, text(point["mean_accepted_length"], 2)])
+    return markdown(rows)
+
+
 def text(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
@@ -290,6 +300,7 @@ def main() -> int:
         write_json(options.output / "results.json", results)
         tables = [overview(results)]
         tables += [by_category(results, options.questions[0].stem, f"{t:g}") for t in options.temperature]
+        tables.append(curves(results))
         (options.output / "results.md").write_text("\n\n".join(tables) + "\n", encoding="utf-8")
         Console().print((options.output / "results.md").read_text(encoding="utf-8"), markup=False, soft_wrap=True)
     for error in failures.values():

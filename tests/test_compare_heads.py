@@ -69,7 +69,7 @@ def test_contenders_are_trained_measured_and_timed_once(
         assert each["tokens_per_second"] > 0
         assert each["draft_milliseconds"] > 0
     table = (output / "results.md").read_text(encoding="utf-8")
-    assert table.count("| medusa |") == table.count("| eagle3 |") == table.count("| medusa+ngram |") == 3
+    assert table.count("| medusa |") == table.count("| eagle3 |") == 1 + table.count("| medusa+ngram |") == 4
     assert "asked, greedy | asked, T = 1" in table
 
 
