@@ -11,6 +11,7 @@ from mtp.attention import AttentionPass
 from mtp.drafters import Budget, TargetStates
 from mtp.heads import HEADS, Head, TrainingBatch
 from mtp.heads.growing import GrowingHead
+from mtp.heads.warmstart import TooFewRowsError
 from mtp.model import SpeculativeModel, speculate
 from mtp.target import Target
 from tests.tiny import VOCAB, padded, random_prompts, tiny_head, tiny_model, tiny_target
@@ -191,6 +192,30 @@ def test_a_warm_start_is_better_than_a_random_one_on_rows_it_did_not_see(family:
     after = held_out_metrics(head, [unseen], 3)
     assert after["loss"][0] < before["loss"][0]
     assert after["accuracy"][0] > before["accuracy"][0]
+
+
+NOTHING = Row((), (5,))  # its only token follows nothing
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rows", [[], [NOTHING]], ids=["no rows", "too short a row"])
+def test_a_warm_start_on_nothing_is_refused(family: str, rows: list[Row], target: Target) -> None:
+    head = tiny_head(family, target)
+    batches = [batch_of(target, head, [row]) for row in rows]
+    with pytest.raises(TooFewRowsError, match=r"A warm start needs answers .*found none"):
+        head.warm_start(batches)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_are_too_short_change_no_warm_start(family: str, target: Target) -> None:
+    started = []
+    for before in ([], [NOTHING]):
+        torch.manual_seed(0)
+        head = HEADS[family].from_target(target, torch.arange(VOCAB), steps=3)
+        head.warm_start([batch_of(target, head, [row]) for row in (*before, TWO_TURNS)])
+        started.append(head.state_dict())
+    for name, weight in started[0].items():
+        assert torch.equal(weight, started[1][name]), name
 
 
 def test_tokens_outside_the_draft_vocabulary_count_as_missed(target: Target) -> None:

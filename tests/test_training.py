@@ -22,11 +22,12 @@ from mtp.heads.autoregressive import AutoregressiveHead
 from tests.tiny import padded, random_prompts, tiny_model
 from train import heads as program
 from train.checkpoints import find_checkpoint, whole_checkpoints
-from train.config import ConfigError, load_config
+from train.config import ConfigError
 from train.data import DataError, Row, draft_vocabulary
 from train.feature_cache import CachedFeatures
 from train.features import OnlineFeatures
 from train.loop import Trainer
+from train.recipe import load_config
 
 FAMILIES = sorted(HEADS)
 # Everything that draws at random while it trains, or changes as it goes on.

@@ -52,6 +52,7 @@ class AssistantHead(Head):
     """A causal LM with weights of its own; its input embeddings stay those of the target."""
 
     family: ClassVar[str] = "assistant"
+    fixed_sizes: ClassVar[frozenset[str]] = frozenset({"taps", "model_class", "model"})
     reads_embeddings: ClassVar[bool] = False
     config_class: ClassVar[type[AssistantHeadConfig]] = AssistantHeadConfig
     config: AssistantHeadConfig

@@ -65,7 +65,7 @@ class HeadConfig:
                 f"({self.vocab_size}); expected at most as many."
             )
 
-    def require(self, **smallest: int) -> None:
+    def require(self, **smallest: float) -> None:
         """Refuse sizes that are too small; for ``__post_init__``.
 
         Raises:
@@ -122,6 +122,7 @@ class Head(nn.Module, Drafter):
         reads_embeddings: whether it puts the target's embeddings of tokens beside hidden states, as wide as these.
         estimates_hidden: whether its predictions hold an estimate of the target's hidden states.
         follows_own_tokens: whether it unrolls steps that can follow its own guesses.
+        fixed_sizes: of its config, those that follow from the target and cannot be asked for.
         draft_ids: ``[Vd]`` target token id of each entry of the draft vocabulary.
     """
 
@@ -130,6 +131,7 @@ class Head(nn.Module, Drafter):
     reads_embeddings: ClassVar[bool] = True
     estimates_hidden: ClassVar[bool] = False
     follows_own_tokens: ClassVar[bool] = False
+    fixed_sizes: ClassVar[frozenset[str]] = frozenset({"taps"})  # most families read the final hidden states alone
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
     config: HeadConfig
     draft_ids: Tensor

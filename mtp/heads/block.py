@@ -48,6 +48,11 @@ class BlockConfig(CachingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(layers=0, markov_rank=1)
+        if self.markov_rank > self.hidden_size:
+            raise ValueError(
+                f"A Markov bias has the rank of hidden states at most ({self.hidden_size}); found "
+                f"markov_rank={self.markov_rank}."
+            )
         if self.depth > self.steps:
             raise ValueError(
                 f"A block of {self.steps} slots (steps) drafts {self.steps} tokens at most; found depth={self.depth}."
@@ -60,6 +65,7 @@ class BlockHead(CachingHead):
     """See the module's text."""
 
     family: ClassVar[str] = "block"
+    fixed_sizes: ClassVar[frozenset[str]] = frozenset()
     config_class: ClassVar[type[BlockConfig]] = BlockConfig
     config: BlockConfig
     feature_mean: Tensor

@@ -24,7 +24,7 @@ class CachingConfig(LayerSizes, GrowingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(num_heads=1, head_dim=2, intermediate_size=1, max_positions=1)
+        self.require(num_heads=1, head_dim=2, intermediate_size=1, max_positions=1, rms_norm_eps=0)
         if self.head_dim % 2:
             raise ValueError(
                 f"Rotary positions turn pairs of dimensions; found head_dim={self.head_dim}, an odd number."

@@ -34,6 +34,10 @@ class EagleConfig(CachingConfig):
 
     noise: float = 0.1
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(noise=0)
+
 
 class EagleHead(TargetOutputHead):
     """See the module's text.  As in the paper the layer has no norm of its own before the attention.

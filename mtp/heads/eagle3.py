@@ -47,6 +47,7 @@ class Eagle3Head(AutoregressiveHead):
     """See the module's text."""
 
     family: ClassVar[str] = "eagle3"
+    fixed_sizes: ClassVar[frozenset[str]] = frozenset()
     config_class: ClassVar[type[Eagle3Config]] = Eagle3Config
     config: Eagle3Config
     midlayer: Eagle3Layer

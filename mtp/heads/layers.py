@@ -37,14 +37,17 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, parameters: dict[str, Any], max_positions: int):
         super().__init__()
-        config = LlamaConfig(
-            hidden_size=head_dim,
-            num_attention_heads=1,
-            head_dim=head_dim,
-            max_position_embeddings=max_positions,
-            rope_parameters=dict(parameters),
-        )
-        self.embedding = LlamaRotaryEmbedding(config)
+        try:
+            config = LlamaConfig(
+                hidden_size=head_dim,
+                num_attention_heads=1,
+                head_dim=head_dim,
+                max_position_embeddings=max_positions,
+                rope_parameters=dict(parameters),
+            )
+            self.embedding = LlamaRotaryEmbedding(config)
+        except KeyError as error:
+            raise ValueError(f"rope_parameters={parameters} lack or misname something: {error}.") from error
 
     def forward(self, positions: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         """Rotate each of ``states`` ``[B, heads, T, D]`` to ``positions [B, T]``."""

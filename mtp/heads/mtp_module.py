@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from mtp.attention import AttentionPass
 from mtp.drafters.base import TargetStates
 from mtp.heads.base import TrainingBatch
 from mtp.heads.caching import CachingConfig
-from mtp.heads.layers import gather_positions
+from mtp.heads.layers import LayerSizes, gather_positions
 from mtp.heads.shipped import shipped_module
 from mtp.heads.target_layer import ADVICE, TargetLayer, full_attention_layer
 from mtp.heads.target_output import TargetOutputHead
@@ -51,13 +51,14 @@ class MtpModuleConfig(CachingConfig):
     layer: int = 0
     chain_normed: bool = True
     hidden_first: bool = False
-    precision: str = "float32"
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
 class MtpModuleHead(TargetOutputHead):
     """See the module's text."""
 
     family: ClassVar[str] = "mtp"
+    fixed_sizes: ClassVar[frozenset[str]] = frozenset({"taps", *(size.name for size in fields(LayerSizes))})
     config_class: ClassVar[type[MtpModuleConfig]] = MtpModuleConfig
     config: MtpModuleConfig
 

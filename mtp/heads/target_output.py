@@ -25,8 +25,8 @@ class TargetOutputHead(AutoregressiveHead):
         self.register_load_state_dict_post_hook(lambda head, keys: head._forget_output())
 
     def attach(self, target: Target) -> Self:
-        target.output_rows(self.draft_ids[:1])  # refuses a target whose output matrix cannot be read
         super().attach(target)
+        target.output_rows(self.draft_ids[:1])  # refuses a target whose output matrix cannot be read
         self._forget_output()
         return self
 
