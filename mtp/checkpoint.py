@@ -156,7 +156,7 @@ def load_head(folder: str | Path, target: Target, *, check_fingerprint: bool = T
     sizes = dict(config["head"])
     try:
         family = head_class(sizes.pop("family"))
-        head = family.restore(family.config_class.from_dict(sizes), target)
+        head = family.of_sizes(family.config_class.from_dict(sizes), target)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / CONFIG} describes no head that this version knows: {error}") from error
     path = folder / WEIGHTS

@@ -288,11 +288,9 @@ class Decoder:
         return pending[index]
 
     def _within_positions(self, tree: TokenTree) -> TokenTree:
-        """Guesses past the target's last position are not made: the last tokens are decoded plainly."""
+        """The tree without guesses past the target's last position."""
         limit = self.target.max_positions
-        if limit is None or max(self._lengths) + int(tree.depths.max()) < limit:
-            return tree
-        return TokenTree.root_only(tree.tokens[:, 0])
+        return tree if limit is None else tree.no_deeper_than(max(limit - 1 - max(self._lengths), 0))
 
     def _note_other_rule(self, tree: TokenTree) -> None:
         """Guesses that depend on no draws are decided by the walk, which says so where another rule was asked for."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -14,15 +12,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from mtp.cost import Costs
-from mtp.decode import Decoder, DecodeSettings, Row, StopRule
+from mtp.decode import Decoder, DecodeSettings, StopRule
 from mtp.drafters import Drafter, Draw, NgramDrafter, PlainDrafter, PredictionDrafter, drafter_by_name
 from mtp.drafters.prediction import predicted_ids
 from mtp.heads import Head
+from mtp.padding import by_step, pad_sequences, padding_token, real_tokens
 from mtp.past import Past
 from mtp.planner import CostPlanner, FixedPlanner, Planner
 from mtp.processors import names_of_stateful
@@ -35,6 +33,7 @@ from mtp.refusals import (
 from mtp.rules import AUTO, RULES, rule_for
 from mtp.sampling import TargetSampler
 from mtp.stats import AcceptanceStats, Drift
+from mtp.stopping import with_stop_strings
 from mtp.target import Target
 from mtp.verify import Randomness
 
@@ -263,73 +262,19 @@ def speculate(
             logger.warning(warning)
         if streamer is not None:
             streamer.end()
-        sequences = pad_sequences(rows, generation_config, input_ids)
+        sequences = pad_sequences([row.ids for row in rows], generation_config, input_ids)
         if not wants_dict:
             return sequences
         return SpeculativeOutput(
             sequences=cast(torch.LongTensor, sequences),
-            scores=_by_step([row.scores for row in rows]) if settings.keep_scores else None,  # type: ignore[arg-type]
-            logits=_by_step([row.logits for row in rows]) if settings.keep_logits else None,  # type: ignore[arg-type]
+            scores=by_step([row.scores for row in rows]) if settings.keep_scores else None,  # type: ignore[arg-type]
+            logits=by_step([row.logits for row in rows]) if settings.keep_logits else None,  # type: ignore[arg-type]
             past=kept_past,
             acceptance=decoder.stats,
             kept=[row.kept for row in rows],
         )
 
     return decode
-
-
-def with_stop_strings(arguments: dict[str, Any]) -> dict[str, Any]:
-    """``generate``'s arguments with ``stop_strings`` and ``tokenizer`` turned into a stopping criterion.
-
-    Transformers drops the tokenizer on the way to a decoding method, and then misses it.
-    """
-    config = arguments.get("generation_config")
-    strings = arguments.get("stop_strings") or getattr(config, "stop_strings", None)
-    if not strings:
-        return {name: value for name, value in arguments.items() if name != "stop_strings"}
-    tokenizer = arguments.get("tokenizer")
-    if tokenizer is None:
-        raise ValueError(f"stop_strings={strings!r} need the tokenizer that spells them: pass tokenizer=... as well.")
-    criteria = [*(arguments.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
-    kept = {name: value for name, value in arguments.items() if name not in ("stop_strings", "tokenizer")}
-    if config is not None:
-        config = copy.deepcopy(config)
-        config.stop_strings = None
-        kept["generation_config"] = config
-    return {**kept, "stopping_criteria": StoppingCriteriaList(criteria)}
-
-
-def real_tokens(padded: list[list[int]], mask: Tensor | None) -> list[list[int]]:
-    """The prompts without their padding, whichever side it is on."""
-    if mask is None:
-        return padded
-    keep = mask.bool().tolist()
-    if not all(any(row) for row in keep):
-        raise ValueError("The attention mask hides all tokens of a row; every prompt needs at least one.")
-    return [
-        [token for token, real in zip(row, flags, strict=True) if real] for row, flags in zip(padded, keep, strict=True)
-    ]
-
-
-def pad_sequences(rows: list[Row], config: GenerationConfig, input_ids: Tensor) -> Tensor:
-    """``[B, T]``: the rows, right-padded as Transformers pads rows that ended early."""
-    longest = max(len(row.ids) for row in rows)
-    pad = padding_token(config)
-    return torch.tensor([row.ids + [pad] * (longest - len(row.ids)) for row in rows], device=input_ids.device)
-
-
-def padding_token(config: GenerationConfig) -> int | None:
-    """What rows that end early are filled with: the pad token, or as in Transformers the first end token."""
-    if config.pad_token_id is not None:
-        return config.pad_token_id
-    ends = config.eos_token_id
-    return ends[0] if isinstance(ends, list | tuple) else ends
-
-
-def _by_step(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
-    """Per-row lists of ``[V]`` as one ``[B, V]`` a step; zeros where a row had ended."""
-    nothing = torch.zeros_like(rows[0][0])
-    return tuple(torch.stack(step) for step in itertools.zip_longest(*rows, fillvalue=nothing))
 
 
 def _listener(streamer: BaseStreamer | None, on_token: TokenListener | None, batch_size: int) -> TokenListener | None:

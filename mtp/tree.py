@@ -6,7 +6,7 @@ token that follows its parent.  Parents come before children, so a node's ancest
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -112,17 +112,36 @@ class TokenTree:
         nodes = min(nodes, int(self.valid.sum(1).max()))
         # Stable: a child that is worth as much as its parent stays behind it.
         order = torch.where(self.valid, self.worth, -1.0).sort(dim=1, descending=True, stable=True).indices
-        kept = order[:, :nodes].sort(dim=1).values
-        place = torch.zeros_like(self.tokens).scatter(1, kept, torch.arange(nodes, device=kept.device).expand_as(kept))
+        return self._with_nodes(order[:, :nodes].sort(dim=1).values)
+
+    def no_deeper_than(self, depth: int) -> TokenTree:
+        """Without the nodes below ``depth``.  Drawn children stay as they were drawn: a node keeps all of its or none.
+
+        Rows with fewer nodes than others are padded.
+        """
+        # A tree of N nodes is N - 1 deep at most: where that is no deeper, a device need not be asked.
+        if self.num_nodes - 1 <= depth or int(self.depths.max()) <= depth:
+            return self
+        inside = self.depths <= depth
+        kept = inside.sort(dim=1, descending=True, stable=True).indices[:, : int(inside.sum(1).max())]
+        cut = self._with_nodes(kept)
+        return replace(cut, depths=cut.depths.clamp_max(depth), valid=cut.valid & inside.gather(1, kept))
+
+    def _with_nodes(self, kept: Tensor) -> TokenTree:
+        """The nodes ``kept [B, M]`` of each row, the root first and parents before their children."""
+        index = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+        place = torch.zeros_like(self.tokens).scatter(1, kept, index)
         parents = place.gather(1, self.parents.gather(1, kept).clamp_min(0))
         parents[:, 0] = -1
+        pick = lambda values: None if values is None else values.gather(1, kept)  # noqa: E731
         return TokenTree(
             self.tokens.gather(1, kept),
             parents,
             self.depths.gather(1, kept),
             self.valid.gather(1, kept),
-            log_q=None if self.log_q is None else self.log_q.gather(1, kept),
-            worth=self.worth.gather(1, kept),
+            log_q=pick(self.log_q),
+            q=None if self.q is None else self.q.gather(1, kept[..., None].expand(-1, -1, self.q.shape[2])),
+            worth=pick(self.worth),
         )
 
     def select_rows(self, rows: Tensor) -> TokenTree:

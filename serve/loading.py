@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 import mtp
 from mtp.checkpoint import read_config
-from mtp.model import padding_token
+from mtp.padding import padding_token
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -13,9 +13,9 @@ from tests.test_distill import tiny_tokenizer
 from tests.test_training import recipe, workshop  # noqa: F401  (a fixture)
 from train import heads as program
 from train.checks import answer_header, check_rows, report, template_digest, trained_tokens
-from train.config import load_config
 from train.data import DataError, Row
 from train.prompts import prompt_ids
+from train.recipe import load_config
 from train.rows import check_origin
 
 TOKENIZER = tiny_tokenizer()

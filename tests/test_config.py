@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from train.config import ConfigError, load_config
+from train.config import ConfigError
+from train.recipe import load_config
 
 REQUIRED = ["target.path=somewhere", "data.path=elsewhere"]
 RECIPES = sorted(Path("configs").glob("*.yaml"))

@@ -16,13 +16,13 @@ from mtp.target import Target
 from tests.test_training import recipe, workshop  # noqa: F401  (a fixture)
 from tests.tiny import random_prompts, tiny_head, tiny_model
 from train import heads as program
+from train.batches import training_batch
 from train.causes import Breakdown, Decoded, causes, decoded, verdict
-from train.config import load_config
 from train.data import Row
 from train.diagnosis import SAMPLE, Guesses, as_text, break_down, observe, sample
 from train.evaluate import held_out_metrics
 from train.features import OnlineFeatures
-from train.loop import training_batch
+from train.recipe import load_config
 
 
 def part(accuracy: float, guesses: int) -> dict[str, float]:

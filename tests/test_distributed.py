@@ -27,9 +27,10 @@ from tests.workshop import make_workshop, recipe
 from train import heads as program
 from train.batches import BatchOrder, trained_positions, training_batch
 from train.checkpoints import STATE, batches_per_step, find_checkpoint, whole_checkpoints
-from train.config import ConfigError, load_config
+from train.config import ConfigError
 from train.data import Row, load_rows
 from train.processes import Share, check_launch
+from train.recipe import load_config
 from train.target import check_placement
 
 ROOT = Path(__file__).parents[1]

@@ -11,9 +11,10 @@ import torch
 from mtp.heads import HEADS
 from tests.test_training import recipe, workshop  # noqa: F401  (a fixture)
 from train import heads as program
-from train.config import ConfigError, load_config
+from train.config import ConfigError
 from train.data import DataError, Row
 from train.dry_run import batch_size, check_step, dry_run, seconds_a_batch
+from train.recipe import load_config
 
 
 def tried(workshop: Path, output: Path, *overrides: str) -> Any:  # noqa: F811
@@ -63,7 +64,7 @@ def test_a_batch_that_does_not_fit_is_said_with_what_to_lower(
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr("train.loop.mixture", full)
+    monkeypatch.setattr("train.objective.mixture", full)
     with pytest.raises(ConfigError, match=r"allocate 2.00 GiB.*optim\.batch_positions \(now 200\)"):
         tried(workshop, tmp_path / "run")
     assert not (tmp_path / "run" / ".dry_run").exists()

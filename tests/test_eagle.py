@@ -15,10 +15,10 @@ from mtp.heads.unrolling import misses_own_token
 from mtp.support import UnsupportedTargetError
 from mtp.target import Target
 from tests.tiny import VOCAB, random_prompts, tiny_head, tiny_model, tiny_target
+from train.batches import training_batch
 from train.data import Row
 from train.evaluate import labels_of, teacher_probs
 from train.features import OnlineFeatures
-from train.loop import training_batch
 from train.losses import mixture, smooth_l1
 
 FOLLOWING = [family for family, head in sorted(HEADS.items()) if head.follows_own_tokens]

@@ -12,12 +12,12 @@ from tiny import random_prompts, tiny_head, tiny_model
 
 from mtp.heads import HEADS
 from mtp.target import Target
+from train.batches import training_batch
 from train.config import ConfigError, FeaturesConfig, HeadSection, RunConfig
 from train.data import DataError, Row
 from train.estimate import estimate_features
 from train.feature_cache import CachedFeatures, folder_bytes, make_room
 from train.features import OnlineFeatures, resolve_dtype
-from train.loop import training_batch
 from train.quantise import dequantise, quantise, unit_of
 from train.sources import plan_sources, prompt_window
 

@@ -8,19 +8,20 @@ import pytest
 import torch
 from architectures import HIDDEN
 
-from mtp.heads import HEADS
-from mtp.heads.autoregressive import AutoregressiveHead
+from mtp.heads import HEADS, Head
 from mtp.support import UnsupportedTargetError
 from tests.tiny import LAYERS, tiny_target
-from train.config import ConfigError, load_config
-from train.fitting import make_head
+from train.assembly import gather
+from train.config import ConfigError
+from train.fitting import make_head, size_kinds
+from train.recipe import load_config
 
 NO_ESTIMATE = [family for family, head in sorted(HEADS.items()) if not head.estimates_hidden]
-AUTOREGRESSIVE = [family for family, head in sorted(HEADS.items()) if issubclass(head, AutoregressiveHead)]
+READING_EMBEDDINGS = [family for family, head in sorted(HEADS.items()) if head.reads_embeddings]
 NOT_FOLLOWING = [family for family, head in sorted(HEADS.items()) if not head.follows_own_tokens]
 
 
-def make(*overrides: str) -> object:
+def make(*overrides: str) -> Head:
     config = load_config(["target.path=here", "data.path=there", *overrides])
     return make_head(config, tiny_target(), torch.arange(12))
 
@@ -46,7 +47,7 @@ def test_a_layer_that_the_target_does_not_have_is_refused() -> None:
         make("head.sizes.taps=[1,2,27]")
 
 
-@pytest.mark.parametrize("family", AUTOREGRESSIVE)
+@pytest.mark.parametrize("family", READING_EMBEDDINGS)
 def test_a_target_with_narrow_embeddings_is_refused_for_heads_that_read_them(family: str) -> None:
     target = tiny_target()
     target.causal_lm.set_input_embeddings(torch.nn.Embedding(target.vocab_size, 16))
@@ -65,12 +66,70 @@ def test_an_unknown_size_is_refused_with_the_nearest_right_one() -> None:
         make("head.sizes.intermediate=64")
 
 
+SIZES = [(family, name) for family, head in sorted(HEADS.items()) for name in sorted(size_kinds(head))]
+NUMBERS = [(family, name) for family, name in SIZES if size_kinds(HEADS[family])[name] in (int, float)]
+
+
+@pytest.mark.parametrize(("family", "name"), SIZES)
+def test_a_size_of_another_type_is_refused_by_its_name(family: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^head\.sizes\.{name}[.0-9]*: found 'many' \(str\), expected"):
+        make(f"head.family={family}", f"head.sizes.{name}=many")
+
+
+@pytest.mark.parametrize(("family", "name"), NUMBERS)
+def test_no_size_may_be_below_zero(family: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"makes no {family} head: .*-1"):
+        make(f"head.family={family}", f"head.sizes.{name}=-1")
+
+
+@pytest.mark.parametrize("family", sorted(HEADS))
+def test_what_follows_from_the_target_cannot_be_asked_for(family: str) -> None:
+    for name in HEADS[family].fixed_sizes:
+        with pytest.raises(ConfigError, match=rf"Unknown key head\.sizes\.{name}"):
+            make(f"head.family={family}", f"head.sizes.{name}=[]")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ("family=mtp head.sizes.layer=3", r"Layer 3 cannot be copied: the target has layers 0 to 2"),
+        ("family=block head.sizes.markov_rank=33", r"rank of hidden states at most \(32\); found markov_rank=33"),
+        ("family=eagle head.sizes.rope_parameters={rope_type: round}", r"rope_parameters=.*round"),
+        ("family=eagle3 head.sizes.rope_parameters={rope_type: linear}", r"rope_parameters=.*factor"),
+        ("family=hydra head.sizes.depth=3", r"Trees of depth 3 need as many Hydra heads; found steps=2"),
+    ],
+)
+def test_sizes_that_do_not_fit_each_other_or_the_target_are_refused(sizes: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make("head.steps=2", *(f"head.{part.removeprefix('head.')}" for part in sizes.split(" ", 1)))
+
+
+def test_the_layers_of_an_assistant_are_named_in_a_recipe() -> None:
+    head = make("head.family=assistant", "head.sizes.layers=[0,2]")
+    assert head.config.model["num_hidden_layers"] == 2
+    with pytest.raises(UnsupportedTargetError, match=r"Found layers \(0, 9\); expected some of 0 to 2"):
+        make("head.family=assistant", "head.sizes.layers=[0,9]")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("head.family=eagel", "head.steps=0", "head.sizes.depht=3", "head.sizes.depth=deep", "optim.own_tokens=2"),
+        *("optim.loss.smooth_l1=1", "optim.step_weight=[1]", "features.prompt_positions=1"),
+    ],
+)
+def test_what_a_recipe_says_by_itself_is_refused_before_the_target_is_loaded(override: str) -> None:
+    key = override.split("=")[0]
+    with pytest.raises(ConfigError, match=rf"{key.rsplit('.', 1)[0]}"):
+        gather(load_config(["target.path=nowhere", "data.path=there", override]))
+
+
 def test_a_size_that_is_set_elsewhere_is_not_set_twice() -> None:
     with pytest.raises(ConfigError, match=r"Unknown key head\.sizes\.steps"):
         make("head.sizes.steps=64")
 
 
-@pytest.mark.parametrize("override", ["head.steps=0", "head.sizes.num_heads=two", "head.sizes.head_dim=7"])
+@pytest.mark.parametrize("override", ["head.nodes=0", "head.sizes.head_dim=7", "head.sizes.width=0"])
 def test_sizes_that_make_no_head_are_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=r"^head: found HeadSection.*makes no eagle3 head"):
         make(override)

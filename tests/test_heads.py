@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from mtp.attention import AttentionPass
 from mtp.drafters import Budget, TargetStates
 from mtp.heads import HEADS, Head, TrainingBatch
 from mtp.heads.growing import GrowingHead
+from mtp.heads.warmstart import TooFewRowsError
 from mtp.model import SpeculativeModel, speculate
 from mtp.target import Target
 from tests.tiny import VOCAB, padded, random_prompts, tiny_head, tiny_model, tiny_target
@@ -19,6 +21,7 @@ from train.data import Row
 from train.evaluate import held_out_metrics, teacher_probs
 from train.features import OnlineFeatures
 from train.losses import soft_cross_entropy
+from train.processes import trained_copy
 
 FAMILIES = sorted(HEADS)
 GROWING = [family for family in FAMILIES if issubclass(HEADS[family], GrowingHead)]
@@ -191,6 +194,57 @@ def test_a_warm_start_is_better_than_a_random_one_on_rows_it_did_not_see(family:
     after = held_out_metrics(head, [unseen], 3)
     assert after["loss"][0] < before["loss"][0]
     assert after["accuracy"][0] > before["accuracy"][0]
+
+
+NOTHING = Row((), (5,))  # its only token follows nothing
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rows", [[], [NOTHING]], ids=["no rows", "too short a row"])
+def test_a_warm_start_on_nothing_is_refused(family: str, rows: list[Row], target: Target) -> None:
+    head = tiny_head(family, target)
+    batches = [batch_of(target, head, [row]) for row in rows]
+    with pytest.raises(TooFewRowsError, match=r"A warm start needs answers .*found none"):
+        head.warm_start(batches)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_are_too_short_change_no_warm_start(family: str, target: Target) -> None:
+    started = []
+    for before in ([], [NOTHING]):
+        torch.manual_seed(0)
+        head = HEADS[family].from_target(target, torch.arange(VOCAB), steps=3)
+        head.warm_start([batch_of(target, head, [row]) for row in (*before, TWO_TURNS)])
+        started.append(head.state_dict())
+    for name, weight in started[0].items():
+        assert torch.equal(weight, started[1][name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_whose_weights_are_no_numbers_costs_speed_and_no_text(family: str, target: Target) -> None:
+    head = tiny_head(family, target)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.fill_(float("nan"))
+    batch = padded(random_prompts([5, 3], seed=7))
+    expected = target.causal_lm.generate(**batch, max_new_tokens=6, do_sample=False)
+    model = SpeculativeModel(target, head)
+    assert model.generate(**batch, max_new_tokens=6, do_sample=False, nodes=8).equal(expected)
+    for rule in ("walk", "rejection", "traversal"):
+        model.generate(**batch, max_new_tokens=6, do_sample=True, nodes=8, rule=rule)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_is_made_for_engines_that_take_weights_apart(
+    family: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.processes.engine", lambda accelerator: "FSDP2")
+    head = tiny_head(family, target, draft_vocab=10)
+    copy = trained_copy(Accelerator(cpu=True), head)
+    assert copy is not head
+    assert copy.target is target
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(copy.state_dict()[name], tensor), name
 
 
 def test_tokens_outside_the_draft_vocabulary_count_as_missed(target: Target) -> None:

@@ -17,8 +17,9 @@ from tests.tiny import padded, random_prompts
 from tests.workshop import make_workshop, recipe
 from train import heads as program
 from train.batches import training_batch
-from train.config import ConfigError, load_config
+from train.config import ConfigError
 from train.joint import JointTrainer
+from train.recipe import load_config
 
 JOINT = ("target.adapter.rank=2", "target.adapter.lr=1e-2", "target.adapter.heads_first=0.25", "head.family=medusa")
 

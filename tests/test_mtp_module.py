@@ -17,9 +17,9 @@ from mtp.heads.mtp_module import MtpModuleHead, affine_of
 from mtp.model import SpeculativeModel
 from mtp.support import UnsupportedTargetError
 from mtp.target import Target
+from train.batches import training_batch
 from train.data import Row
 from train.features import OnlineFeatures
-from train.loop import training_batch
 
 
 def batch_of(target: Target) -> TrainingBatch:

@@ -16,11 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mtp.heads import HEADS
 from mtp.target import Target
 from tests.tiny import random_prompts
+from train.batches import training_batch
 from train.data import Row
 from train.evaluate import teacher_probs
 from train.feature_cache import CachedFeatures
 from train.features import OnlineFeatures
-from train.loop import training_batch
 from train.losses import soft_cross_entropy
 
 ROOT = Path(__file__).parents[1]

@@ -13,20 +13,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 import mtp
 from mtp.heads import HEADS, Prediction, TrainingBatch
 from mtp.heads.autoregressive import AutoregressiveHead
-from tests.tiny import padded, random_prompts, tiny_model
+from tests.tiny import padded, random_prompts
+from tests.workshop import make_workshop
+from tests.workshop import recipe as workshop_recipe
 from train import heads as program
 from train.checkpoints import find_checkpoint, whole_checkpoints
-from train.config import ConfigError, load_config
+from train.config import ConfigError
 from train.data import DataError, Row, draft_vocabulary
 from train.feature_cache import CachedFeatures
 from train.features import OnlineFeatures
 from train.loop import Trainer
+from train.recipe import load_config
 
 FAMILIES = sorted(HEADS)
 # Everything that draws at random while it trains, or changes as it goes on.
@@ -41,39 +42,15 @@ OPTIONS = [
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target on disk and its own greedy answers to 60 prompts."""
-    folder = tmp_path_factory.mktemp("workshop")
-    model = tiny_model(seed=9)
-    model.save_pretrained(folder / "target")
-    vocabulary = {f"t{i}": i for i in range(24)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0").save_pretrained(folder / "target")
-    prompts = random_prompts([6] * 60, seed=9)
-    answers = model.generate(**padded(prompts), max_new_tokens=16, do_sample=False)[:, 6:].tolist()
-    with (folder / "rows.jsonl").open("w") as file:
-        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            row = {"prompt_ids": prompt, "response_ids": answer, "category": "even" if number % 2 == 0 else "odd"}
-            file.write(json.dumps(row) + "\n")
-    return folder
+    return make_workshop(tmp_path_factory.mktemp("workshop"), ragged=False)
 
 
 def recipe(workshop: Path, output: Path, *overrides: str) -> list[str]:
-    return [
-        f"target.path={workshop / 'target'}",
-        f"data.path={workshop / 'rows.jsonl'}",
-        "data.held_out_fraction=0.15",
-        f"output={output}",
-        "features.dtype=float32",
-        "head.draft_vocab_size=20",
-        "head.steps=3",
-        "head.nodes=8",
-        "optim.epochs=2",
-        "optim.batch_positions=200",
-        "optim.lr=3e-3",
-        "eval.rows=6",
-        "eval.max_new_tokens=10",
-        "checkpoint_every=4",
-        *overrides,
-    ]
+    own = (
+        *("data.held_out_fraction=0.15", "optim.batch_positions=200", "checkpoint_every=4", "log_every=10"),
+        *("eval.rows=6", "eval.batch_size=8"),
+    )
+    return workshop_recipe(workshop, output, *own, *overrides)
 
 
 def train(workshop: Path, output: Path, *overrides: str) -> tuple[Trainer, dict[str, Any]]:
@@ -230,9 +207,10 @@ def test_no_held_out_rows_is_refused(workshop: Path, tmp_path: Path) -> None:
         train(workshop, tmp_path / "run", "data.held_out_fraction=0.0")
 
 
-def test_a_draft_vocabulary_larger_than_the_targets_is_refused(workshop: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="draft_vocab_size is 25; the target's vocabulary has 24"):
-        train(workshop, tmp_path / "run", "head.draft_vocab_size=25")
+@pytest.mark.parametrize("size", [25, 0, -5])
+def test_a_draft_vocabulary_that_the_target_does_not_have_is_refused(size: int, workshop: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"draft_vocab_size is {size}; the target's vocabulary has 24 tokens.*1 to 24"):
+        train(workshop, tmp_path / "run", f"head.draft_vocab_size={size}")
 
 
 def test_answers_with_foreign_token_ids_are_refused(workshop: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,6 +34,27 @@ def test_children_are_the_valid_nodes_with_that_parent_in_index_order(seed: int,
     parents, valid = tree.parents[0].tolist(), tree.valid[0].tolist()
     for node, offspring in enumerate(tree.children(0)):
         assert offspring == [child for child in range(1, nodes) if parents[child] == node and valid[child]]
+
+
+@given(st.integers(0, 10_000), st.integers(1, 12), st.integers(0, 5))
+def test_a_tree_that_is_cut_at_a_depth_keeps_all_paths_down_to_it(seed: int, nodes: int, depth: int) -> None:
+    whole = random_tree(random.Random(seed), batch=3, nodes=nodes, ragged=True)
+    values = torch.rand(3, nodes)
+    whole = replace(whole, log_q=values, worth=values + 1, q=values[..., None].expand(-1, -1, 2))
+    cut = whole.no_deeper_than(depth)
+
+    def paths(tree: TokenTree, row: int) -> list[tuple[list[int], float]]:
+        assert tree.log_q is not None
+        real = [node for node in range(tree.num_nodes) if tree.valid[row, node] and tree.depths[row, node] <= depth]
+        return [(tree.path_tokens(row, node), float(tree.log_q[row, node])) for node in real]
+
+    assert int(cut.depths.max()) <= depth
+    for row in range(3):
+        assert paths(cut, row) == paths(whole, row)
+    assert cut.num_nodes == max(int((whole.depths[row] <= depth).sum()) for row in range(3))
+    assert torch.equal(cut.worth, cut.log_q + 1)
+    assert torch.equal(cut.q, cut.log_q[..., None].expand(-1, -1, 2))
+    TokenTree.from_parents(cut.tokens, cut.parents)  # refuses a node that comes before its parent
 
 
 def test_root_only_tree_has_one_node_a_row() -> None:

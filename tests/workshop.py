@@ -12,8 +12,12 @@ from transformers import PreTrainedTokenizerFast
 from tests.tiny import VOCAB, padded, random_prompts, tiny_model
 
 
-def make_workshop(folder: Path, rows: int = 60, seed: int = 9) -> Path:
-    """Write ``target`` and ``rows.jsonl`` into ``folder``; answers end anywhere between 2 and 16 tokens."""
+def make_workshop(folder: Path, rows: int = 60, seed: int = 9, ragged: bool = True) -> Path:
+    """Write ``target`` and ``rows.jsonl`` into ``folder``.
+
+    Args:
+        ragged: prompts begin anywhere, and answers end anywhere between 2 and 16 tokens; else they have 6 and 16.
+    """
     model = tiny_model(seed=seed)
     model.save_pretrained(folder / "target")
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
@@ -23,7 +27,7 @@ def make_workshop(folder: Path, rows: int = 60, seed: int = 9) -> Path:
     answers = model.generate(**padded(prompts), max_new_tokens=16, do_sample=False)[:, 6:].tolist()
     with (folder / "rows.jsonl").open("w") as file:
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            start, end = rng.randrange(0, 5), rng.randrange(2, 17)
+            start, end = (rng.randrange(0, 5), rng.randrange(2, 17)) if ragged else (0, 16)
             row = {
                 "prompt_ids": prompt[start:],
                 "response_ids": answer[:end],

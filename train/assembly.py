@@ -12,7 +12,7 @@ from mtp.heads import Head
 from mtp.target import Target
 from train.config import RunConfig
 from train.data import Row, draft_vocabulary
-from train.fitting import head_family, make_head
+from train.fitting import check_head, make_head
 from train.joint import JointTrainer, check_adapter
 from train.loop import Trainer, seed_everything
 from train.processes import make_accelerator
@@ -51,13 +51,14 @@ def gather(config: RunConfig) -> Ingredients:
         DataError: for rows that cannot be trained on.
     """
     check_trackers(config.report_to)
+    family, _ = check_head(config)
+    window = prompt_window(config, family)
     accelerator = make_accelerator(config)
     check_adapter(config, accelerator)
     check_placement(config, accelerator.num_processes)
     if not accelerator.is_main_process:
         logging.getLogger().setLevel(logging.WARNING)
     target, tokenizer = load_target(config.target, accelerator.device), load_tokenizer(config.target)
-    window = prompt_window(config, head_family(config.head))
     train, held_out = usable_rows(config, target, tokenizer, window)
     if config.target.adapter.rank > 0:
         target = with_lora(target, config.target.adapter)

@@ -145,14 +145,14 @@ def draft_vocabulary(rows: Sequence[Row], size: int | None, vocab_size: int, alw
     """Token ids ``[Vd]`` in rising order: the end tokens, and the most frequent tokens of the answers.
 
     Raises:
-        DataError: if more tokens are asked for than the target has.
+        DataError: if no token is asked for, or more than the target has.
     """
     if size is None:
         return torch.arange(vocab_size)
-    if size > vocab_size:
+    if not 1 <= size <= vocab_size:
         raise DataError(
-            f"head.draft_vocab_size is {size}; the target's vocabulary has {vocab_size} tokens. Expected at most as "
-            "many, or null for all of them."
+            f"head.draft_vocab_size is {size}; the target's vocabulary has {vocab_size} tokens. Expected 1 to "
+            f"{vocab_size}, or null for all of them."
         )
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for row in rows:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from torch import Tensor
 
 from mtp.heads import Head, head_class
 from mtp.support import UnsupportedTargetError
 from mtp.target import Target
-from train.config import ConfigError, HeadSection, OptimConfig, RunConfig, refuse_unknown_keys
+from train.config import ConfigError, HeadSection, OptimConfig, RunConfig
+from train.recipe import convert, refuse_unknown_keys
 
+# Sizes that a recipe does not name: the target's, those with a key of their own, and what is measured.
 GIVEN = {"hidden_size", "vocab_size", "draft_vocab_size", "steps", "nodes", "calibration", "rank_accuracy"}
 
 
@@ -27,20 +30,31 @@ def make_head(config: RunConfig, target: Target, draft_ids: Tensor) -> Head:
         UnsupportedTargetError: for a head that this target cannot carry.
     """
     section = config.head
-    family = head_family(section)
-    sizes = head_sizes(family, section)
+    family, sizes = check_head(config)
     if section.warm_start_positions > 0:
         target.output_rows(draft_ids[:1])  # a warm start copies rows of the target's output matrix
     try:
-        head = family.from_target(
+        return family.from_target(
             target, draft_ids.to(target.device), steps=section.steps, nodes=section.nodes, **sizes
         )
     except UnsupportedTargetError:
         raise
     except (TypeError, ValueError) as error:
         raise ConfigError(f"head: found {section}, which makes no {family.family} head: {error}") from error
-    refuse_unfit_objective(head, config.optim)
-    return head
+
+
+def check_head(config: RunConfig) -> tuple[type[Head], dict[str, Any]]:
+    """The class of the recipe's head and the sizes it names; for this the target need not be loaded.
+
+    Raises:
+        ConfigError: for a family, size, loss or schedule that does not exist or does not fit the family.
+    """
+    family = head_family(config.head)
+    if config.head.steps < 1:
+        raise ConfigError(f"head.steps: found {config.head.steps}; expected 1 or more.")
+    sizes = head_sizes(family, config.head)
+    refuse_unfit_objective(family, config.head.steps, config.optim)
+    return family, sizes
 
 
 def head_family(section: HeadSection) -> type[Head]:
@@ -52,15 +66,23 @@ def head_family(section: HeadSection) -> type[Head]:
 
 
 def head_sizes(family: type[Head], section: HeadSection) -> dict[str, Any]:
-    """``head.sizes``, every name checked; lists become tuples."""
-    known = {item.name for item in fields(family.config_class)} - GIVEN
-    refuse_unknown_keys(section.sizes, known, "head.sizes.")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in section.sizes.items()}
+    """``head.sizes``, every name and type checked."""
+    kinds = size_kinds(family)
+    refuse_unknown_keys(section.sizes, kinds, "head.sizes.")
+    return {name: convert(kinds[name], value, f"head.sizes.{name}") for name, value in section.sizes.items()}
 
 
-def refuse_unfit_objective(head: Head, optim: OptimConfig) -> None:
-    """Raise ``ConfigError`` for losses or a schedule that say nothing to this head."""
-    weights, steps = optim.loss, head.config.steps
+def size_kinds(family: type[Head]) -> dict[str, Any]:
+    """Types of the sizes that a recipe may name: of the family's config, and what else its heads are made from."""
+    hints = get_type_hints(family.config_class) | get_type_hints(family.from_target)
+    names = {item.name for item in fields(family.config_class)}
+    names |= set(inspect.signature(family.from_target).parameters) - {"target", "draft_ids", "sizes"}
+    return {name: hints[name] for name in names - GIVEN - family.fixed_sizes}
+
+
+def refuse_unfit_objective(head: type[Head], steps: int, optim: OptimConfig) -> None:
+    """Raise ``ConfigError`` for losses or a schedule that say nothing to this family of heads."""
+    weights = optim.loss
     if not any(weights.values()) or not all(0 <= weight < math.inf for weight in weights.values()):
         raise ConfigError(
             f"optim.loss: found {weights}; expected weights that are zero or more, at least one of them more than zero."

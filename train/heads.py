@@ -17,9 +17,10 @@ from transformers.utils import logging as transformers_logging
 
 from mtp.support import UnsupportedTargetError
 from train.assembly import build_trainer
-from train.config import ConfigError, RunConfig, load_config
+from train.config import ConfigError, RunConfig
 from train.data import DataError
 from train.dry_run import dry_run
+from train.recipe import load_config
 
 
 def run(config: RunConfig) -> None:

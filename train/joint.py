@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from mtp.heads import Head, Prediction, TrainingBatch
 from train.config import ConfigError, RunConfig
 from train.features import FeatureSource, OnlineFeatures
-from train.loop import Trainer, warmup_cosine
+from train.loop import Trainer
 from train.losses import forward_kl
 from train.processes import engine
+from train.schedule import warmup_cosine
 
 
 def check_adapter(config: RunConfig, accelerator: Accelerator) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,24 +14,26 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from mtp.checkpoint import save_checkpoint
 from mtp.files import write_json
 from mtp.heads import Head, Prediction, TrainingBatch
+from mtp.heads.warmstart import TooFewRowsError
 from mtp.target import Target
 from train.batches import BatchOrder, trained_positions, training_batch
 from train.checkpoints import Progress, batches_per_step, check_resumable, find_checkpoint, load_state, save_state
 from train.config import RunConfig, to_dict
 from train.data import DataError
 from train.diagnosis import as_text, diagnose
-from train.evaluate import evaluate, labels_of, teacher_probs
+from train.evaluate import evaluate
 from train.features import FeatureSource
 from train.interrupts import Interrupts
-from train.losses import confidence_loss, mixture, step_weights
+from train.objective import metrics_of, objective
 from train.processes import ALONE, Share, copy_weights, engine, prepare_engine, trained_copy
+from train.run_log import RunLog
+from train.schedule import warmup_cosine
 from train.target import ShardedTarget
-from train.tracking import flatten, log_samples, sample_answers
+from train.tracking import log_samples, sample_answers
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class Trainer:
                 f"{len(self.train.rows)} training rows make {batches} batches, but a step takes {self.step_batches} "
                 f"({world} processes); use more rows, or a smaller optim.batch_positions or optim.accumulate."
             )
+        self.log = RunLog(self.accelerator, self.output, self.config.report_to)
         self.share = Share(self.accelerator.process_index, world)
 
     # ---- the loop -------------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train to the end of the recipe (or to an interrupt) and return the last evaluation."""
         self.begin()
-        with self.interrupts, self._bar() as bar:
+        with self.interrupts, self.log.bar(range(self.total_steps), "training", "step", self.progress.step) as bar:
             before = replace(self.progress)
             for batches in self.order.steps(self.step_batches, self.progress.step):
                 started = time.perf_counter()
@@ -95,10 +96,10 @@ class Trainer:
                 if self.progress.step % self.config.log_every == 0:
                     metrics["tokens_per_second"] = round(self.progress.rate_since(before), 1)
                     before = replace(self.progress)
-                    self._log({"event": "step", **metrics})
+                    self.log.event({"event": "step", **metrics}, self.progress)
                 if self._stop_agreed:
                     self._save_state()
-                    self._say(
+                    self.log.say(
                         f"Interrupted: checkpoint at step {self.progress.step} written; the same command resumes."
                     )
                     raise SystemExit(130)
@@ -133,54 +134,24 @@ class Trainer:
                 self.optimizer.zero_grad()
         self.progress.step += 1
         self.progress.positions += int(counts[0])
-        loss, hits, made, outside = self._sum_over_processes(sums)
-        per_step = (loss / made.clamp_min(1)).tolist()
-        weights = step_weights(self.config.optim.step_weight, len(per_step))
         return {
-            "loss": round(sum(w * value for w, value in zip(weights, per_step, strict=True)), 4),
-            "step_loss": [round(value, 4) for value in per_step],
-            "accuracy": [round(value, 4) for value in (hits / made.clamp_min(1)).tolist()],
-            "outside_draft_vocabulary": round(float(outside[0] / made[0].clamp_min(1)), 4),
+            **metrics_of(self._sum_over_processes(sums), self.config.optim),
             "positions": int(counts[0]),
             "gradient_norm": None if norm is None else round(float(norm), 4),
             "lr": self.scheduler.get_last_lr()[0],
         }
 
     def _loss(self, batch: TrainingBatch, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """The recipe's loss of all unrolled steps, each the mean over its trained positions in the whole step.
-
-        Args:
-            batch: one of the step's batches.
-            counts: ``[steps]`` positions that the recipe trains in all batches of the step, in all processes.  A mean a
-                batch would weigh the tokens of a batch with few of them more.  Positions that a head leaves out because
-                its own tokens were others than the text's still count.
-
-        Returns:
-            The loss, and ``[4, steps]`` sums over the batch of each unrolled step's losses, right guesses, guesses,
-            and tokens outside the draft vocabulary.
-        """
+        """The loss of one of the step's batches, and its sums; see ``objective``."""
         with self.accelerator.autocast():
             predictions = self.module(batch, self.config.head.steps)
         return self._head_loss(batch, predictions, counts)
 
     def _head_loss(self, batch: TrainingBatch, predictions: list[Prediction], counts: Tensor) -> tuple[Tensor, Tensor]:
         """``_loss`` of what the head predicted for ``batch``."""
-        teacher = teacher_probs(self.head, batch)
-        losses, objectives, hits, outside = [], [], [], []
-        for prediction in predictions:
-            labels = labels_of(self.head, batch, prediction, teacher)
-            loss = mixture(self.config.optim.loss, prediction, labels).sum()
-            losses.append(loss.detach())
-            # A confidence output has weights of its own, so that it takes nothing from the rest.
-            objectives.append(loss + confidence_loss(prediction, labels).sum())
-            hits.append((prediction.logits.detach().argmax(-1) == labels.tokens).sum())
-            outside.append((labels.tokens < 0).sum())
-        weights = step_weights(self.config.optim.step_weight, len(losses))
-        means = [each / max(count, 1) for each, count in zip(objectives, counts.tolist(), strict=True)]
+        share, sums = objective(self.head, batch, predictions, self.config.optim, counts)
         # Gradients are averaged over the batches of a process and over processes, but the means are sums already.
-        total = self.step_batches * torch.stack([w * mean for w, mean in zip(weights, means, strict=True)]).sum()
-        made = hits[0].new_tensor([len(prediction.rows) for prediction in predictions])
-        return total, torch.stack([torch.stack(losses), torch.stack(hits), made, torch.stack(outside)])
+        return self.step_batches * share, sums
 
     def _sum_over_processes(self, sums: Tensor) -> Tensor:
         """``[4, steps]`` of all processes; on the same occasion they agree whether any of them was asked to stop."""
@@ -192,8 +163,11 @@ class Trainer:
     def _warm_start(self) -> None:
         """Least-squares start on some of the rows; every process does the same, so all agree."""
         batches = self.order.sample(self.config.head.warm_start_positions)
-        bar = tqdm(batches, desc="warm start", unit="batch", disable=not self.accelerator.is_main_process)
-        self.head.warm_start(training_batch(self.train, batch) for batch in bar)
+        bar = self.log.bar(batches, "warm start", "batch")
+        try:
+            self.head.warm_start(training_batch(self.train, batch) for batch in bar)
+        except TooFewRowsError as error:
+            raise DataError(str(error)) from error
 
     # ---- evaluation and checkpoints -------------------------------------------------------------------------------
 
@@ -206,9 +180,9 @@ class Trainer:
         # The processes of a sharded target run each pass together, so all of them do all of the work.
         share = ALONE if isinstance(self.target, ShardedTarget) else self.share
         result = {**evaluate(self.head, self.held_out, self.config, share), "step": self.progress.step}
-        self._log({"event": "evaluation", **result, "stages": result["seconds"]})
+        self.log.event({"event": "evaluation", **result, "stages": result["seconds"]}, self.progress)
         tau, counted = result["mean_accepted_length"], result["held_out"]
-        self._say(
+        self.log.say(
             f"step {self.progress.step}: mean accepted length {tau:.3f} on {result['data']}, held-out loss "
             f"{counted['loss']}, accuracy {counted['accuracy']}"
         )
@@ -232,14 +206,14 @@ class Trainer:
         found = diagnose(
             self.head, self._seen_states(), self.held_out, acceptance, steps=steps, positions=optim.batch_positions
         )
-        self._log({"event": "diagnosis", **found})
+        self.log.event({"event": "diagnosis", **found}, self.progress)
         if self.accelerator.is_main_process:
             write_json(self.output / "diagnosis.json", {"step": self.progress.step, **found})
         if not self.config.dry_run:  # of one batch, and of no interest
-            self._say(as_text(found))
+            self.log.say(as_text(found))
         rows = self.held_out.rows[: self.config.eval.samples] if self.tokenizer is not None else []
         samples = sample_answers(self.head, rows, self.tokenizer, self.config.eval.max_new_tokens)
-        self._log({"event": "samples", "samples": samples})
+        self.log.event({"event": "samples", "samples": samples}, self.progress)
         log_samples(self.accelerator, samples, self.progress.step)
         self.head.train()
 
@@ -275,9 +249,9 @@ class Trainer:
         self.module, self.optimizer, self.scheduler = self._prepare()
         if self.checkpoint is not None:
             self.progress = load_state(self.accelerator, self.checkpoint)
-            self._say(f"resuming from {self.checkpoint}, step {self.progress.step} of {self.total_steps}")
+            self.log.say(f"resuming from {self.checkpoint}, step {self.progress.step} of {self.total_steps}")
         world, each = self.accelerator.num_processes, self.accelerator.gradient_accumulation_steps
-        self._say(
+        self.log.say(
             f"{engine(self.accelerator)}, {world} x {self.accelerator.device.type}: {self.total_steps} steps of {each} "
             f"batch{'es' if each > 1 else ''} in each process"
         )
@@ -307,43 +281,6 @@ class Trainer:
     def _schedules(self) -> list[Callable[[int], float]]:
         """Of each group, the factor on its peak learning rate at a step."""
         return [warmup_cosine(self.total_steps, round(self.total_steps * self.config.optim.warmup))]
-
-    def _bar(self) -> tqdm[Any]:
-        return tqdm(
-            total=self.total_steps,
-            initial=self.progress.step,
-            desc="training",
-            unit="step",
-            disable=not self.accelerator.is_main_process,
-        )
-
-    def _log(self, values: dict[str, Any]) -> None:
-        if not self.accelerator.is_main_process:
-            return
-        progress = self.progress
-        clock = {"step": progress.step, "seconds": round(progress.seconds, 3), "trained_positions": progress.positions}
-        values = {**values, **clock}
-        self.output.mkdir(parents=True, exist_ok=True)
-        with (self.output / "log.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
-        if self.config.report_to:
-            self.accelerator.log(flatten(values), step=self.progress.step)
-
-    def _say(self, message: str) -> None:
-        if self.accelerator.is_main_process:
-            tqdm.write(message)
-
-
-def warmup_cosine(total: int, warmup: int, floor: float = 0.1) -> Callable[[int], float]:
-    """Factor on the peak learning rate at a step: linear warm-up, then a cosine down to ``floor``."""
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        share = min(1.0, (step - warmup) / max(total - warmup, 1))
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share))
-
-    return factor
 
 
 def seed_everything(seed: int) -> None:

@@ -141,7 +141,7 @@ def trained_copy(accelerator: Accelerator, head: Head) -> Head:
     """A copy to train where the engine takes weights apart, so that ``head`` stays whole; elsewhere ``head``."""
     if engine(accelerator) not in ("DeepSpeed ZeRO-3", "FSDP2"):
         return head
-    copy = type(head)(head.config).to(head.target.device).attach(head.target)
+    copy = head.of_sizes(head.config, head.target).to(head.target.device).attach(head.target)
     copy.load_state_dict(head.state_dict())
     return copy
 

@@ -43,12 +43,18 @@ class AssistantHeadConfig(HeadConfig):
     depth: int = 6
     width: int = 6
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(depth=1, width=1)
+
 
 class AssistantHead(Head):
     """A causal LM with weights of its own; its input embeddings stay those of the target."""
 
     family: ClassVar[str] = "assistant"
-    config_class = AssistantHeadConfig
+    fixed_sizes: ClassVar[frozenset[str]] = frozenset({"taps", "model_class", "model"})
+    reads_embeddings: ClassVar[bool] = False
+    config_class: ClassVar[type[AssistantHeadConfig]] = AssistantHeadConfig
     config: AssistantHeadConfig
 
     def __init__(self, config: AssistantHeadConfig):
@@ -64,7 +70,9 @@ class AssistantHead(Head):
         self._assistant: tuple[Assistant, ...] = ()
 
     @classmethod
-    def from_target(cls, target: Target, draft_ids: Tensor, layers: Iterable[int] | None = None, **sizes: Any) -> Self:
+    def from_target(
+        cls, target: Target, draft_ids: Tensor, layers: tuple[int, ...] | None = None, **sizes: Any
+    ) -> Self:
         """A copy of some of the target's layers.
 
         Args:
@@ -77,18 +85,12 @@ class AssistantHead(Head):
         spread = torch.linspace(0, count - 1, max(count // 4, min(count, 2))).round().int().tolist()
         subset = keep_layers(target.causal_lm, sorted(set(spread if layers is None else layers)))
         subset.config.tie_word_embeddings = False  # its output matrix is trained, its embeddings are the target's
-        config = AssistantHeadConfig(
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=draft_ids.numel(),
-            model_class=type(subset).__name__,
-            model=json.loads(subset.config.to_json_string()),  # as it comes back from a checkpoint
-            **sizes,
-        )
-        head = cls(config)
+        made_of = {
+            "model_class": type(subset).__name__,
+            "model": json.loads(subset.config.to_json_string()),  # as it comes back from a checkpoint
+        }
+        head = super().from_target(target, draft_ids, **made_of, **sizes)
         head.lm.load_state_dict(subset.state_dict())
-        head = head.to(target.device).attach(target)
-        head.set_draft_vocabulary(draft_ids)
         return head
 
     def attach(self, target: Target) -> Self:
@@ -139,8 +141,6 @@ class AssistantHead(Head):
         for batch in batches:
             read = batch.bases(1)
             fit.add(self._hidden(batch)[read], batch.states.hidden[read])
-        if fit.count == 0:
-            raise ValueError("A warm start needs at least one batch of training rows; found none.")
         output.weight.copy_(self.target.output_matrix.float() @ fit.solve())
 
     # ---- decoding -------------------------------------------------------------------------------------------------

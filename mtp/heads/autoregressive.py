@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,43 +20,8 @@ from mtp.attention import AttentionPass, attend, mask_bias
 from mtp.drafters.base import TargetStates
 from mtp.heads.base import Prediction, TrainingBatch
 from mtp.heads.caching import CachingHead, enter
-from mtp.heads.growing import GrowingConfig
-from mtp.heads.layers import DraftLayer, Rotary, gather_positions, rope_parameters
+from mtp.heads.layers import DraftLayer, Rotary, gather_positions
 from mtp.heads.unrolling import Bases, UnrolledAttention, misses_own_token
-from mtp.support import UnsupportedTargetError
-from mtp.target import Target
-
-
-@dataclass(frozen=True)
-class AutoregressiveConfig(GrowingConfig):
-    """Sizes of a head with a decoder layer of its own."""
-
-    num_heads: int = 8
-    head_dim: int = 64
-    intermediate_size: int = 1536
-    rms_norm_eps: float = 1e-6
-    max_positions: int = 8192
-    rope_parameters: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.head_dim % 2:
-            raise ValueError(
-                f"Rotary positions turn pairs of dimensions; found head_dim={self.head_dim}, an odd number."
-            )
-
-
-def layer_sizes(target: Target) -> dict[str, Any]:
-    """Sizes of a draft layer like the target's own layers, its rotary settings included."""
-    text = target.config
-    heads = text.num_attention_heads
-    return {
-        "num_heads": heads,
-        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
-        "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        "max_positions": target.max_positions or AutoregressiveConfig.max_positions,
-        "rope_parameters": rope_parameters(target),
-    }
 
 
 class AutoregressiveHead(CachingHead):
@@ -69,19 +33,8 @@ class AutoregressiveHead(CachingHead):
     """
 
     follows_own_tokens: ClassVar[bool] = True
-    config: AutoregressiveConfig
     midlayer: DraftLayer
     rotary: Rotary
-
-    def attach(self, target: Target) -> Self:
-        super().attach(target)
-        width = target.embed(torch.zeros(1, dtype=torch.long, device=target.device)).shape[-1]
-        if width != self.config.hidden_size:
-            raise UnsupportedTargetError(
-                f"A {self.family} head reads embeddings as wide as hidden states ({self.config.hidden_size}); those of "
-                f"this target have {width} dimensions. Train a head that reads no embeddings (head.family=medusa)."
-            )
-        return self
 
     @abstractmethod
     def read_states(self, states: TargetStates) -> Tensor:
@@ -159,25 +112,35 @@ class AutoregressiveHead(CachingHead):
         assert states is not None
         last = (states.counts - 1)[:, None]
         following = torch.cat([states.tokens[:, 1:], pending[:, None]], dim=1).scatter(1, last, pending[:, None])
-        residual, x = self.combine(self._embed(following), self.read_states(states))
-        attended = enter(self.midlayer, self.rotary, self.state.cache, x, states.counts)
-        hidden = self.midlayer.finish(gather_positions(residual, last), attended)
+        hidden = self.entered(*self.combine(self._embed(following), self.read_states(states)), states.counts)
         self.state.unread = None
         return hidden, self.guess(hidden)
 
     def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        layer, cache = self.midlayer, self.state.cache
+        cache = self.state.cache
         cache.stage(tokens.shape[1])
-        residual, x = self.combine(self._embed(tokens), carry)
         positions = (cache.lengths + (depth - 1))[:, None].expand_as(tokens)
+        # Staged nodes' own positions matter to windows alone, and a draft layer sees everything.
         attention = AttentionPass(cache.lengths, cache.start, positions, seen, positions)
-        query, key = (layer.split_heads(project(x)) for project in (layer.q_proj, layer.k_proj))
-        query, key = self.rotary(positions, query, key)
-        key, value = cache.update(key, layer.split_heads(layer.v_proj(x)), 0)
-        mask = attention.mask(None, x.device)
-        attended = attend(query, key, value, mask_bias(mask, 1, query.dtype), layer.head_dim**-0.5).flatten(2)
-        hidden = layer.finish(residual, attended)
+        hidden = self.staged(*self.combine(self._embed(tokens), carry), attention)
         return hidden, self.guess(hidden)
 
+    def entered(self, residual: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+        """The layer over committed tokens ``[B, T, ...]``, ``counts [B]`` of them real, which enter the cache: hidden
+        states ``[B, 1, H]`` at each row's last."""
+        attended = enter(self.midlayer, self.rotary, self.state.cache, x, counts)
+        return self.midlayer.finish(gather_positions(residual, (counts - 1)[:, None]), attended)
+
+    def staged(self, residual: Tensor, x: Tensor, attention: AttentionPass) -> Tensor:
+        """The layer over the nodes ``[B, W, ...]`` that were staged last: their hidden states ``[B, W, H]``."""
+        layer = self.midlayer
+        query, key = (layer.split_heads(project(x)) for project in (layer.q_proj, layer.k_proj))
+        query, key = self.rotary(attention.positions, query, key)
+        key, value = self.state.cache.update(key, layer.split_heads(layer.v_proj(x)), 0)
+        mask = attention.mask(None, x.device)
+        attended = attend(query, key, value, mask_bias(mask, 1, query.dtype), layer.head_dim**-0.5).flatten(2)
+        return layer.finish(residual, attended)
+
     def _embed(self, tokens: Tensor) -> Tensor:
-        return self.target.embed(tokens).to(self.midlayer.post_attention_layernorm.weight)
+        """``[...] -> [..., H]`` the target's embeddings, in the precision of the head's weights."""
+        return self.target.embed(tokens).to(next(self.parameters()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -58,13 +58,22 @@ class HeadConfig:
     taps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        self.require(steps=1, nodes=1, draft_vocab_size=1)
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"The draft vocabulary ({self.draft_vocab_size} tokens) is larger than the target's "
                 f"({self.vocab_size}); expected at most as many."
             )
-        if self.steps < 1:
-            raise ValueError(f"A head needs at least one step; found steps={self.steps}.")
+
+    def require(self, **smallest: float) -> None:
+        """Refuse sizes that are too small; for ``__post_init__``.
+
+        Raises:
+            ValueError: naming the first one, what was found and what was expected.
+        """
+        for name, least in smallest.items():
+            if (found := getattr(self, name)) < least:
+                raise ValueError(f"A head needs {name} of at least {least}; found {name}={found}.")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -110,15 +119,19 @@ class Head(nn.Module, Drafter):
     Attributes:
         family: the registry's name for it.
         attends_to_prompt: whether a guess depends on states before the position it is made from.
+        reads_embeddings: whether it puts the target's embeddings of tokens beside hidden states, as wide as these.
         estimates_hidden: whether its predictions hold an estimate of the target's hidden states.
         follows_own_tokens: whether it unrolls steps that can follow its own guesses.
+        fixed_sizes: of its config, those that follow from the target and cannot be asked for.
         draft_ids: ``[Vd]`` target token id of each entry of the draft vocabulary.
     """
 
     family: ClassVar[str]
     attends_to_prompt: ClassVar[bool] = True
+    reads_embeddings: ClassVar[bool] = True
     estimates_hidden: ClassVar[bool] = False
     follows_own_tokens: ClassVar[bool] = False
+    fixed_sizes: ClassVar[frozenset[str]] = frozenset({"taps"})  # most families read the final hidden states alone
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
     config: HeadConfig
     draft_ids: Tensor
@@ -131,13 +144,34 @@ class Head(nn.Module, Drafter):
         self._target: tuple[Target, ...] = ()
 
     @classmethod
-    @abstractmethod
     def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
-        """A fresh head for ``target``, with sizes taken from it where ``sizes`` does not say otherwise."""
+        """A fresh head for ``target``, attached to it.
+
+        Args:
+            draft_ids: ``[Vd]`` the draft vocabulary.
+            sizes: of the family's config; those that are not named follow from the target (``default_sizes``).
+
+        Raises:
+            ValueError: for sizes that make no head, or that the target cannot carry.
+        """
+        config = cls.config_class(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_ids.numel(),
+            **{**cls.default_sizes(target, sizes), **sizes},
+        )
+        head = cls.of_sizes(config, target).to(target.device).attach(target)
+        head.set_draft_vocabulary(draft_ids)
+        return head
 
     @classmethod
-    def restore(cls, config: HeadConfig, target: Target) -> Self:
-        """A head of these sizes whose weights are loaded next; ``target`` is for families that borrow its layers."""
+    def default_sizes(cls, target: Target, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Sizes that follow from the target, or from the sizes that were ``asked`` for, unless they are asked for."""
+        return {}
+
+    @classmethod
+    def of_sizes(cls, config: Any, target: Target) -> Self:
+        """A head of these sizes, its weights still to be set; ``target`` is for families that borrow its layers."""
         return cls(config)
 
     @property
@@ -164,6 +198,13 @@ class Head(nn.Module, Drafter):
                 raise UnsupportedTargetError(
                     f"This {self.family} head reads layer {layer} of the target (taps {list(self.config.taps)}), but "
                     f"the target at hand has layers 0 to {target.num_layers}."
+                )
+        if self.reads_embeddings:
+            width = target.embed(torch.zeros(1, dtype=torch.long, device=target.device)).shape[-1]
+            if width != target.hidden_size:
+                raise UnsupportedTargetError(
+                    f"A {self.family} head reads embeddings as wide as hidden states ({target.hidden_size}); those of "
+                    f"this target have {width} dimensions. Train a head that reads no embeddings (head.family=medusa)."
                 )
         self._target = (target,)
         return self

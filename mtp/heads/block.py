@@ -15,9 +15,9 @@ pending, slot k has position ``t + 1 + k`` and guesses token ``t + 2 + k``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +25,16 @@ from torch import Tensor, nn
 from mtp.attention import AttentionPass, attend, mask_bias
 from mtp.cache import TreeCache
 from mtp.drafters.base import TargetStates
-from mtp.heads.autoregressive import layer_sizes
 from mtp.heads.base import Prediction, TrainingBatch
 from mtp.heads.blockfit import BlockFit
-from mtp.heads.caching import CachingHead, DraftState
-from mtp.heads.growing import GrowingConfig
-from mtp.heads.layers import DraftLayer, Rotary, gather_positions
+from mtp.heads.caching import CachingConfig, CachingHead, DraftState
+from mtp.heads.layers import NormedDraftLayer, Rotary, gather_positions
 from mtp.heads.unrolling import Bases, attend_with_block
 from mtp.target import Target
 
 
 @dataclass(frozen=True)
-class BlockConfig(GrowingConfig):
+class BlockConfig(CachingConfig):
     """Sizes of a block drafter; ``steps`` is the number of slots, and no tree is deeper.
 
     Attributes:
@@ -45,19 +43,16 @@ class BlockConfig(GrowingConfig):
     """
 
     layers: int = 1
-    num_heads: int = 8
-    head_dim: int = 64
-    intermediate_size: int = 1536
-    rms_norm_eps: float = 1e-6
-    max_positions: int = 8192
-    rope_parameters: dict[str, Any] = field(default_factory=dict)
     markov_rank: int = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("layers", 0), ("markov_rank", 1), ("width", 1), ("depth", 1)):
-            if (found := getattr(self, name)) < least:
-                raise ValueError(f"A block drafter needs {name} of at least {least}; found {found}.")
+        self.require(layers=0, markov_rank=1)
+        if self.markov_rank > self.hidden_size:
+            raise ValueError(
+                f"A Markov bias has the rank of hidden states at most ({self.hidden_size}); found "
+                f"markov_rank={self.markov_rank}."
+            )
         if self.depth > self.steps:
             raise ValueError(
                 f"A block of {self.steps} slots (steps) drafts {self.steps} tokens at most; found depth={self.depth}."
@@ -66,19 +61,11 @@ class BlockConfig(GrowingConfig):
             raise ValueError("A block drafter reads at least one layer of the target; found taps=().")
 
 
-class BlockLayer(DraftLayer):
-    """A decoder layer of the drafter, whose slots also attend to the target's states."""
-
-    def __init__(self, config: BlockConfig):
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        super().__init__(hidden, hidden, config.num_heads, config.head_dim, config.intermediate_size, eps)
-        self.input_layernorm = nn.RMSNorm(hidden, eps=eps)
-
-
 class BlockHead(CachingHead):
     """See the module's text."""
 
     family: ClassVar[str] = "block"
+    fixed_sizes: ClassVar[frozenset[str]] = frozenset()
     config_class: ClassVar[type[BlockConfig]] = BlockConfig
     config: BlockConfig
     feature_mean: Tensor
@@ -95,7 +82,7 @@ class BlockHead(CachingHead):
         self.context_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.embedding_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.slots = nn.Linear(2 * hidden, config.steps * hidden)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(NormedDraftLayer(hidden, config) for _ in range(config.layers))
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         # The first slot knows the token before its guess, the pending one, by itself.
         self.markov_down = nn.ModuleList(
@@ -109,26 +96,17 @@ class BlockHead(CachingHead):
         self._block: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
-        defaults = {
+    def default_sizes(cls, target: Target, asked: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            **super().default_sizes(target, asked),
             "taps": target.default_taps(),
             "markov_rank": min(BlockConfig.markov_rank, target.hidden_size),
-            "depth": sizes.get("steps", BlockConfig.steps),
-            **layer_sizes(target),
+            "depth": asked.get("steps", BlockConfig.steps),
         }
-        config = BlockConfig(
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=draft_ids.numel(),
-            **{**defaults, **sizes},
-        )
-        head = cls(config).to(target.device).attach(target)
-        head.set_draft_vocabulary(draft_ids)
-        return head
 
-    def _layers(self) -> Iterator[BlockLayer]:
+    def _layers(self) -> Iterator[NormedDraftLayer]:
         for layer in self.layers:
-            assert isinstance(layer, BlockLayer)
+            assert isinstance(layer, NormedDraftLayer)
             yield layer
 
     def context(self, states: TargetStates) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtp.heads.base import TrainingBatch
 from mtp.heads.layers import unit_scale
-from mtp.heads.warmstart import RidgeRegression
+from mtp.heads.warmstart import RidgeRegression, TooFewRowsError
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class BlockFit:
         self.known = RidgeRegression(inputs, (2 * slots - 1) * width, device)
         self.before = [RidgeRegression(width, width, device) for _ in range(slots - 1)]
         self.total = torch.zeros(features, dtype=torch.float64, device=device)
-        self.scale: float | None = None
+        self.scale = 0.0
 
     def add(self, batch: TrainingBatch, embed: Callable[[Tensor], Tensor]) -> None:
         """Take in the base positions of a batch from which the whole block is trained."""
@@ -68,8 +68,6 @@ class BlockFit:
         assert states.taps is not None
         whole = torch.stack([batch.bases(slot + 2) for slot in range(slots)]).all(0)
         rows, bases = whole.nonzero(as_tuple=True)
-        if not len(rows):
-            return
         self.scale = self.scale or unit_scale(states.hidden[rows, bases])
         known = torch.cat(
             [embed(states.tokens[rows, bases + 1]), states.taps[rows, bases], states.hidden[rows, bases]], dim=-1
@@ -85,13 +83,10 @@ class BlockFit:
         """The maps, with a Markov bias of the given rank.
 
         Raises:
-            ValueError: if no batch held a whole block.
+            TooFewRowsError: if no batch held a whole block.
         """
-        if self.scale is None:
-            raise ValueError(
-                f"A warm start needs answers of at least {self.slots} tokens, one for each slot of the block; found "
-                "none. Train on longer answers, ask for fewer head.steps, or set head.warm_start_positions=0."
-            )
+        if not self.known.count:
+            raise TooFewRowsError(f"of at least {self.slots} tokens, one for each slot of the block")
         width, known = self.width, self.known
         maps = [known.solve(cross=known.cross[:, :width])]
         maps += [self._joint(slot) for slot in range(1, self.slots)]
@@ -119,6 +114,7 @@ class BlockFit:
         at = (self.slots + slot - 1) * width
         mixed = known.cross[:, at : at + width]
         joint = RidgeRegression(known.gram.shape[0] + width, width, known.gram.device)
+        joint.count = known.count
         joint.gram = torch.cat([torch.cat([known.gram, mixed], dim=1), torch.cat([mixed.T, before.gram], dim=1)], dim=0)
         joint.cross = torch.cat([known.cross[:, slot * width : (slot + 1) * width], before.cross], dim=0)
         return joint.solve()

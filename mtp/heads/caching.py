@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,9 +12,23 @@ from torch import Tensor
 from mtp.attention import AttentionPass, attend, mask_bias
 from mtp.cache import TreeCache
 from mtp.drafters.base import Budget, Draw, TargetStates
-from mtp.heads.growing import GrowingHead
-from mtp.heads.layers import DraftLayer, Rotary, gather_positions
+from mtp.heads.growing import GrowingConfig, GrowingHead
+from mtp.heads.layers import DraftLayer, LayerSizes, Rotary, gather_positions, layer_sizes
+from mtp.target import Target
 from mtp.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class CachingConfig(LayerSizes, GrowingConfig):
+    """Sizes of a head with decoder layers of its own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(num_heads=1, head_dim=2, intermediate_size=1, max_positions=1, rms_norm_eps=0)
+        if self.head_dim % 2:
+            raise ValueError(
+                f"Rotary positions turn pairs of dimensions; found head_dim={self.head_dim}, an odd number."
+            )
 
 
 @dataclass
@@ -26,7 +42,12 @@ class DraftState:
 class CachingHead(GrowingHead):
     """A head with a cache.  It reads what was committed only when asked to guess, so that plain rounds cost nothing."""
 
+    config: CachingConfig
     state: DraftState
+
+    @classmethod
+    def default_sizes(cls, target: Target, asked: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super().default_sizes(target, asked), **layer_sizes(target)}
 
     @torch.no_grad()
     def start(self, states: TargetStates, capacity: int) -> None:

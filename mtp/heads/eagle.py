@@ -10,23 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from mtp.drafters.base import TargetStates
-from mtp.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, layer_sizes
 from mtp.heads.base import TrainingBatch
+from mtp.heads.caching import CachingConfig
 from mtp.heads.layers import DraftLayer, Rotary, unit_scale
+from mtp.heads.target_output import TargetOutputHead
 from mtp.heads.warmstart import RidgeRegression
-from mtp.packing import PackedLinears
-from mtp.target import Target
 
 
 @dataclass(frozen=True)
-class EagleConfig(AutoregressiveConfig):
+class EagleConfig(CachingConfig):
     """Sizes of an EAGLE head.
 
     Attributes:
@@ -36,8 +34,12 @@ class EagleConfig(AutoregressiveConfig):
 
     noise: float = 0.1
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(noise=0)
 
-class EagleHead(AutoregressiveHead):
+
+class EagleHead(TargetOutputHead):
     """See the module's text.  As in the paper the layer has no norm of its own before the attention.
 
     Attributes:
@@ -56,34 +58,8 @@ class EagleHead(AutoregressiveHead):
         width = config.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.register_buffer("input_scale", torch.ones(2 * width))
-        self.midlayer = DraftLayer(
-            width, width, config.num_heads, config.head_dim, config.intermediate_size, config.rms_norm_eps
-        )
+        self.midlayer = DraftLayer(width, config)
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_positions)
-        self._output: tuple[nn.Linear, ...] = ()
-        self.register_load_state_dict_post_hook(lambda head, keys: head._forget_output())
-
-    @classmethod
-    def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
-        config = EagleConfig(
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=draft_ids.numel(),
-            **{**layer_sizes(target), **sizes},
-        )
-        head = cls(config).to(target.device).attach(target)
-        head.set_draft_vocabulary(draft_ids)
-        return head
-
-    def attach(self, target: Target) -> Self:
-        super().attach(target)
-        target.output_rows(self.draft_ids[:1])  # refuses a target whose output matrix cannot be read
-        self._forget_output()
-        return self
-
-    def set_draft_vocabulary(self, draft_ids: Tensor) -> None:
-        super().set_draft_vocabulary(draft_ids)
-        self._forget_output()
 
     def read_states(self, states: TargetStates) -> Tensor:
         hidden = states.hidden.to(self.input_scale.dtype)
@@ -97,45 +73,23 @@ class EagleHead(AutoregressiveHead):
         return joined, joined
 
     def guess(self, hidden: Tensor) -> Tensor:
-        return self.target.scale_logits(self.output_layer(hidden))
-
-    @property
-    def output_layer(self) -> nn.Linear:
-        """The target's output matrix over the draft vocabulary.  Like the target it is no part of the head."""
-        if not self._output:
-            rows, bias = self.target.output_rows(self.draft_ids)
-            layer = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None, device="meta")
-            layer.weight = nn.Parameter(rows.to(self.fc.weight).detach(), requires_grad=False)
-            if bias is not None:
-                layer.bias = nn.Parameter(bias.to(self.fc.weight).detach(), requires_grad=False)
-            self._output = (layer,)
-        return self._output[0]
-
-    def _forget_output(self) -> None:
-        """Read the output matrix again at the next use: the target or the draft vocabulary is another."""
-        self._output = ()
-        self.__dict__.pop("_packed", None)
-
-    @cached_property
-    def _packed(self) -> PackedLinears:
-        return PackedLinears(nn.ModuleList([self, self.output_layer]))
+        return self.read_out(hidden)
 
     @torch.no_grad()
     def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
         """``fc`` starts as the least-squares map onto the target's next hidden state, and the layer adds nothing."""
         width, layer = self.config.hidden_size, self.midlayer
         fit = RidgeRegression(2 * width, width, device=self.fc.weight.device)
-        scale = None
+        scale = 0.0
         for batch in batches:
             hidden = batch.states.hidden
             rows, bases = batch.bases(2).nonzero(as_tuple=True)
             scale = scale or unit_scale(hidden[rows, bases + 1])
             embedding = self.target.embed(batch.states.tokens[rows, bases + 1])
             fit.add(torch.cat([embedding.to(hidden), hidden[rows, bases]], dim=-1), hidden[rows, bases + 1])
-        if scale is None:
-            raise ValueError("A warm start needs at least one batch of training rows; found none.")
+        onto_next = fit.solve()
         self.input_scale.copy_((fit.gram.diagonal() / fit.count).sqrt().clamp_min(1e-6))
-        self.fc.weight.copy_(fit.solve() * self.input_scale)
+        self.fc.weight.copy_(onto_next * self.input_scale)
         layer.post_attention_layernorm.weight.fill_(1.0)
         # The layer reads the stream without a norm: its scores would grow with the square of the target's scale.
         for projection in (layer.q_proj, layer.k_proj, layer.v_proj):

@@ -7,23 +7,24 @@ which takes the fused state's place at the next step.  Weights are named and use
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from mtp.drafters.base import TargetStates
-from mtp.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, layer_sizes
+from mtp.heads.autoregressive import AutoregressiveHead
 from mtp.heads.base import TrainingBatch
+from mtp.heads.caching import CachingConfig
 from mtp.heads.layers import DraftLayer, Rotary, unit_scale
 from mtp.heads.warmstart import RidgeRegression, carry_linear_map
 from mtp.target import Target
 
 
 @dataclass(frozen=True)
-class Eagle3Config(AutoregressiveConfig):
+class Eagle3Config(CachingConfig):
     """Sizes of an EAGLE-3 head; ``taps`` are three layers."""
 
     def __post_init__(self) -> None:
@@ -37,7 +38,7 @@ class Eagle3Layer(DraftLayer):
 
     def __init__(self, config: Eagle3Config):
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        super().__init__(hidden, 2 * hidden, config.num_heads, config.head_dim, config.intermediate_size, eps)
+        super().__init__(hidden, config, input_size=2 * hidden)
         self.input_layernorm = nn.RMSNorm(hidden, eps=eps)
         self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
 
@@ -46,6 +47,7 @@ class Eagle3Head(AutoregressiveHead):
     """See the module's text."""
 
     family: ClassVar[str] = "eagle3"
+    fixed_sizes: ClassVar[frozenset[str]] = frozenset()
     config_class: ClassVar[type[Eagle3Config]] = Eagle3Config
     config: Eagle3Config
     midlayer: Eagle3Layer
@@ -61,16 +63,8 @@ class Eagle3Head(AutoregressiveHead):
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_positions)
 
     @classmethod
-    def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
-        config = Eagle3Config(
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=draft_ids.numel(),
-            **{"taps": target.default_taps(), **layer_sizes(target), **sizes},
-        )
-        head = cls(config).to(target.device).attach(target)
-        head.set_draft_vocabulary(draft_ids)
-        return head
+    def default_sizes(cls, target: Target, asked: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super().default_sizes(target, asked), "taps": target.default_taps()}
 
     def read_states(self, states: TargetStates) -> Tensor:
         """The tapped states as one hidden state.
@@ -104,14 +98,12 @@ class Eagle3Head(AutoregressiveHead):
         """
         width, layer = self.config.hidden_size, self.midlayer
         fit = RidgeRegression(5 * width, width, device=self.fc.weight.device)
-        scale = None
+        scale = 0.0
         for batch in batches:
             inputs, target = _fit_inputs(self, batch)
             scale = scale or unit_scale(target)
             inputs[:, width : 2 * width] /= scale
             fit.add(inputs, target / scale)
-        if scale is None:
-            raise ValueError("A warm start needs at least one batch of training rows; found none.")
         step = fit.solve(slice(0, 2 * width))
         a, m = step[:, :width], step[:, width:]
         residual = fit.cross - fit.gram[:, :width] @ a.T.double()

@@ -36,6 +36,10 @@ class GrowingConfig(HeadConfig):
     width: int = 6
     calibration: tuple[tuple[float, float], ...] = ()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(depth=1, width=1)
+
 
 class GrowingHead(Head):
     """A head that carries something from each drafted token to those behind it (``carry [B, W, C]``).

@@ -16,18 +16,17 @@ behind it ``prefix_norm``.  Its heads are deeper, and distilled on the target's 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from mtp.heads.autoregressive import AutoregressiveConfig, layer_sizes
 from mtp.heads.base import Prediction, TrainingBatch
-from mtp.heads.caching import CachingHead, enter
+from mtp.heads.caching import CachingConfig, CachingHead, enter
 from mtp.heads.growing import GrowingConfig, GrowingHead
-from mtp.heads.layers import DraftLayer, ResidualBlock, Rotary, gather_positions
+from mtp.heads.layers import NormedDraftLayer, ResidualBlock, Rotary, gather_positions
 from mtp.heads.unrolling import Bases, UnrolledAttention
 from mtp.heads.warmstart import ChainRegression
 from mtp.target import Target
@@ -45,6 +44,7 @@ class HydraConfig(GrowingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require(layers=1)
         if self.depth > self.steps:
             raise ValueError(f"Trees of depth {self.depth} need as many Hydra heads; found steps={self.steps}.")
 
@@ -73,21 +73,8 @@ class HydraHead(GrowingHead):
         self.register_buffer("input_scale", torch.ones(2 * width))
 
     @classmethod
-    def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
-        config = cls.config_class(
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=draft_ids.numel(),
-            **{"depth": sizes.get("steps", HydraConfig.steps), **cls.default_sizes(target), **sizes},
-        )
-        head = cls(config).to(target.device).attach(target)
-        head.set_draft_vocabulary(draft_ids)
-        return head
-
-    @classmethod
-    def default_sizes(cls, target: Target) -> dict[str, Any]:
-        """Sizes that follow from the target's own."""
-        return {}
+    def default_sizes(cls, target: Target, asked: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super().default_sizes(target, asked), "depth": asked.get("steps", HydraConfig.steps)}
 
     def embed(self, tokens: Tensor) -> Tensor:
         """``[...] -> [..., H]``, as the heads read them."""
@@ -154,19 +141,10 @@ class HydraHead(GrowingHead):
 
 
 @dataclass(frozen=True)
-class HydraPlusConfig(HydraConfig, AutoregressiveConfig):
+class HydraPlusConfig(CachingConfig, HydraConfig):
     """Sizes of Hydra++; those of the layer are its prefix attention's."""
 
     layers: int = 4
-
-
-class PrefixLayer(DraftLayer):
-    """The layer over the committed text."""
-
-    def __init__(self, config: HydraPlusConfig):
-        width, eps = config.hidden_size, config.rms_norm_eps
-        super().__init__(width, width, config.num_heads, config.head_dim, config.intermediate_size, eps)
-        self.input_layernorm = nn.RMSNorm(width, eps=eps)
 
 
 class HydraPlusHead(CachingHead, HydraHead):
@@ -179,13 +157,9 @@ class HydraPlusHead(CachingHead, HydraHead):
 
     def __init__(self, config: HydraPlusConfig):
         super().__init__(config)
-        self.prefix_embedding_layer = PrefixLayer(config)
+        self.prefix_embedding_layer = NormedDraftLayer(config.hidden_size, config)
         self.prefix_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_positions)
-
-    @classmethod
-    def default_sizes(cls, target: Target) -> dict[str, Any]:
-        return layer_sizes(target)
 
     def read(self, batch: TrainingBatch, bases: Bases) -> Tensor:
         layer = self.prefix_embedding_layer

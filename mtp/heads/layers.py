@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,14 +37,17 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, parameters: dict[str, Any], max_positions: int):
         super().__init__()
-        config = LlamaConfig(
-            hidden_size=head_dim,
-            num_attention_heads=1,
-            head_dim=head_dim,
-            max_position_embeddings=max_positions,
-            rope_parameters=dict(parameters),
-        )
-        self.embedding = LlamaRotaryEmbedding(config)
+        try:
+            config = LlamaConfig(
+                hidden_size=head_dim,
+                num_attention_heads=1,
+                head_dim=head_dim,
+                max_position_embeddings=max_positions,
+                rope_parameters=dict(parameters),
+            )
+            self.embedding = LlamaRotaryEmbedding(config)
+        except KeyError as error:
+            raise ValueError(f"rope_parameters={parameters} lack or misname something: {error}.") from error
 
     def forward(self, positions: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         """Rotate each of ``states`` ``[B, heads, T, D]`` to ``positions [B, T]``."""
@@ -64,32 +68,54 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+@dataclass(frozen=True)
+class LayerSizes:
+    """Sizes of a draft layer; it has as many key-value heads as query heads.
+
+    Attributes:
+        num_heads: of attention, each of ``head_dim``.
+        intermediate_size: of the MLP.
+        rms_norm_eps: of its norms.
+        max_positions: the longest text that it can be shown.
+        rope_parameters: see ``rope_parameters``.
+    """
+
+    num_heads: int = 8
+    head_dim: int = 64
+    intermediate_size: int = 1536
+    rms_norm_eps: float = 1e-6
+    max_positions: int = 8192
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+
+
+def layer_sizes(target: Target) -> dict[str, Any]:
+    """``LayerSizes`` of a draft layer like the target's own layers, its rotary settings included."""
+    text = target.config
+    heads = text.num_attention_heads
+    return {
+        "num_heads": heads,
+        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        "max_positions": target.max_positions or LayerSizes.max_positions,
+        "rope_parameters": rope_parameters(target),
+    }
+
+
 class DraftLayer(nn.Module):
     """A decoder layer without its input norm, in parts: a tree, a chain and training attend each in a way of its own.
 
-    It has as many key-value heads as query heads.
-
     Args:
         hidden_size: of the residual stream.
-        input_size: of what queries, keys and values are computed from.
-        num_heads: of attention, each of ``head_dim``.
-        intermediate_size: of the MLP.
-        rms_norm_eps: of the norm before the MLP.
+        sizes: of attention and MLP.
+        input_size: of what queries, keys and values are computed from; by default that of the stream.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        input_size: int,
-        num_heads: int,
-        head_dim: int,
-        intermediate_size: int,
-        rms_norm_eps: float,
-    ):
+    def __init__(self, hidden_size: int, sizes: LayerSizes, input_size: int | None = None):
         super().__init__()
-        inner = num_heads * head_dim
-        self.num_heads, self.head_dim = num_heads, head_dim
-        self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=rms_norm_eps)
+        inner, intermediate_size = sizes.num_heads * sizes.head_dim, sizes.intermediate_size
+        input_size = input_size or hidden_size
+        self.num_heads, self.head_dim = sizes.num_heads, sizes.head_dim
+        self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=sizes.rms_norm_eps)
         self.q_proj = nn.Linear(input_size, inner, bias=False)
         self.k_proj = nn.Linear(input_size, inner, bias=False)
         self.v_proj = nn.Linear(input_size, inner, bias=False)
@@ -104,6 +130,14 @@ class DraftLayer(nn.Module):
         """Output projection and MLP on top of ``residual [..., H]``: ``attended [..., heads * D]`` to ``[..., H]``."""
         hidden = residual + self.o_proj(attended)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class NormedDraftLayer(DraftLayer):
+    """A draft layer with the norm of its input, which whoever runs it applies."""
+
+    def __init__(self, hidden_size: int, sizes: LayerSizes):
+        super().__init__(hidden_size, sizes)
+        self.input_layernorm = nn.RMSNorm(hidden_size, eps=sizes.rms_norm_eps)
 
 
 class ResidualBlock(nn.Module):
@@ -125,7 +159,9 @@ class ResidualBlock(nn.Module):
 
 
 def unit_scale(states: Tensor) -> float:
-    """Root mean square over all entries: what states are divided by to have scale one."""
+    """Root mean square over all entries: what states are divided by to have scale one; 0 where there are none."""
+    if not states.numel():
+        return 0.0
     return states.float().pow(2).mean().clamp_min(1e-12).sqrt().item()
 
 

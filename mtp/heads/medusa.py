@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from mtp.heads.layers import ResidualBlock
 from mtp.heads.warmstart import RidgeRegression
 from mtp.packing import PackedLinears
 from mtp.static_tree import best_static_tree, static_tree
-from mtp.target import Target
 from mtp.tree import TokenTree
 
 RANKS = 10  # guesses of one head that a tree may hold
@@ -39,6 +38,10 @@ class MedusaConfig(HeadConfig):
     layers: int = 1
     rank_accuracy: tuple[tuple[float, ...], ...] = ()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(layers=0)
+
     def accuracies(self) -> tuple[tuple[float, ...], ...]:
         """``[steps][ranks]``, with no more ranks than the draft vocabulary has tokens."""
         ranks = min(RANKS, self.draft_vocab_size)
@@ -52,7 +55,8 @@ class MedusaHead(Head):
 
     family: ClassVar[str] = "medusa"
     attends_to_prompt: ClassVar[bool] = False
-    config_class: ClassVar[type[HeadConfig]] = MedusaConfig
+    reads_embeddings: ClassVar[bool] = False
+    config_class: ClassVar[type[MedusaConfig]] = MedusaConfig
     config: MedusaConfig
 
     def __init__(self, config: MedusaConfig):
@@ -65,18 +69,6 @@ class MedusaHead(Head):
             nn.Linear(width, config.draft_vocab_size, bias=False) for _ in range(config.steps)
         )
         self._packed = PackedLinears(self)
-
-    @classmethod
-    def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
-        config = MedusaConfig(
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=draft_ids.numel(),
-            **sizes,
-        )
-        head = cls(config).to(target.device).attach(target)
-        head.set_draft_vocabulary(draft_ids)
-        return head
 
     def guess(self, hidden: Tensor, step: int) -> Tensor:
         """Logits ``[..., Vd]`` of head ``step`` from final hidden states ``[..., H]``."""

@@ -9,11 +9,10 @@ known yet, and is trained unrolled.  Where a target ships a module, ``from_targe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +20,14 @@ from transformers.cache_utils import DynamicCache
 
 from mtp.attention import AttentionPass
 from mtp.drafters.base import TargetStates
-from mtp.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, layer_sizes
 from mtp.heads.base import TrainingBatch
-from mtp.heads.layers import gather_positions
+from mtp.heads.caching import CachingConfig
+from mtp.heads.layers import LayerSizes, gather_positions
 from mtp.heads.shipped import shipped_module
 from mtp.heads.target_layer import ADVICE, TargetLayer, full_attention_layer
+from mtp.heads.target_output import TargetOutputHead
 from mtp.heads.unrolling import Bases
 from mtp.heads.warmstart import RidgeRegression
-from mtp.packing import PackedLinears
 from mtp.support import UnsupportedTargetError
 from mtp.target import Target
 
@@ -38,7 +37,7 @@ OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h",
 
 
 @dataclass(frozen=True)
-class MtpModuleConfig(AutoregressiveConfig):
+class MtpModuleConfig(CachingConfig):
     """Sizes of an MTP module; those of attention and MLP are the target's, and stand here for the record.
 
     Attributes:
@@ -52,13 +51,14 @@ class MtpModuleConfig(AutoregressiveConfig):
     layer: int = 0
     chain_normed: bool = True
     hidden_first: bool = False
-    precision: str = "float32"
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
-class MtpModuleHead(AutoregressiveHead):
+class MtpModuleHead(TargetOutputHead):
     """See the module's text."""
 
     family: ClassVar[str] = "mtp"
+    fixed_sizes: ClassVar[frozenset[str]] = frozenset({"taps", *(size.name for size in fields(LayerSizes))})
     config_class: ClassVar[type[MtpModuleConfig]] = MtpModuleConfig
     config: MtpModuleConfig
 
@@ -71,23 +71,14 @@ class MtpModuleHead(AutoregressiveHead):
         # Parameters only: rotary tables stay in the precision that they were made in.
         for parameter in self.parameters():
             parameter.data = parameter.data.to(getattr(torch, config.precision))
-        self._output: tuple[nn.Linear, ...] = ()
 
     @classmethod
-    def restore(cls, config: Any, target: Target) -> Self:
+    def of_sizes(cls, config: Any, target: Target) -> Self:
         return cls(config, target)
 
     @classmethod
-    def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
-        config = MtpModuleConfig(
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=draft_ids.numel(),
-            **{"layer": full_attention_layer(target), **layer_sizes(target), **sizes},
-        )
-        head = cls(config, target).to(target.device).attach(target)
-        head.set_draft_vocabulary(draft_ids)
-        return head
+    def default_sizes(cls, target: Target, asked: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super().default_sizes(target, asked), "layer": full_attention_layer(target)}
 
     @classmethod
     def from_target_checkpoint(cls, target: Target, folder: str | Path, **sizes: Any) -> Self:
@@ -120,17 +111,6 @@ class MtpModuleHead(AutoregressiveHead):
             )
         return head
 
-    def attach(self, target: Target) -> Self:
-        weight = target.output_matrix
-        if type(weight) is not nn.Parameter or weight.device.type == "meta":
-            raise UnsupportedTargetError(f"The target's output matrix is quantised or offloaded. {ADVICE}")
-        self._output = ()
-        return super().attach(target)
-
-    def set_draft_vocabulary(self, draft_ids: Tensor) -> None:
-        super().set_draft_vocabulary(draft_ids)
-        self._output = ()
-
     def read_states(self, states: TargetStates) -> Tensor:
         return states.hidden.to(self.eh_proj.weight)
 
@@ -141,27 +121,7 @@ class MtpModuleHead(AutoregressiveHead):
         return x, x
 
     def guess(self, hidden: Tensor) -> Tensor:
-        output = self._output_rows()
-        return self.target.scale_logits(output(hidden if self.config.chain_normed else self.norm(hidden)))
-
-    def _output_rows(self) -> nn.Linear:
-        """The target's output matrix, its rows for the draft vocabulary; frozen, and no weights of the head's own."""
-        if not self._output:
-            layer = self.target.causal_lm.get_output_embeddings()
-            rows = nn.Linear(
-                self.config.hidden_size, self.draft_ids.numel(), bias=layer.bias is not None, device="meta"
-            )
-            kept = {name: weight.detach() for name, weight in layer.named_parameters()}
-            if not torch.equal(self.draft_ids, torch.arange(self.config.vocab_size, device=self.draft_ids.device)):
-                kept = {name: weight[self.draft_ids.to(weight.device)] for name, weight in kept.items()}
-            kept = {name: weight.to(self.eh_proj.weight) for name, weight in kept.items()}
-            rows.load_state_dict(kept, assign=True)
-            self._output = (rows.requires_grad_(False),)
-        return self._output[0]
-
-    @cached_property
-    def _packed(self) -> PackedLinears:
-        return PackedLinears(nn.ModuleList([self, self._output_rows()]))
+        return self.read_out(hidden if self.config.chain_normed else self.norm(hidden))
 
     def _hidden(self, streamed: Tensor) -> Tensor:
         """The layer's output as a further step reads it."""
@@ -200,8 +160,6 @@ class MtpModuleHead(AutoregressiveHead):
                 torch.cat(parts[::-1] if self.config.hidden_first else parts, dim=-1),
                 (hidden[rows, bases + 1] - shift) / scale,
             )
-        if not fit.count:
-            raise ValueError("A warm start needs at least one batch of training rows; found none.")
         self.eh_proj.weight.copy_(fit.solve())
         for name, parameter in self.layer.block.named_parameters():
             if any(part in OUTPUT_PROJECTIONS for part in name.split(".")):
@@ -209,32 +167,16 @@ class MtpModuleHead(AutoregressiveHead):
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 
-    def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
-        states, cache = self.state.unread, self.state.cache
-        assert states is not None
-        last = (states.counts - 1)[:, None]
-        following = torch.cat([states.tokens[:, 1:], pending[:, None]], dim=1).scatter(1, last, pending[:, None])
-        _, x = self.combine(self._embed(following), self.read_states(states))
+    def entered(self, residual: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+        cache = self.state.cache
         cache.stage(x.shape[1])
         streamed = self.layer(x, AttentionPass.over_chain(x.shape[1], cache.lengths, cache.start), cache)
         everything = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
-        cache.commit(everything, states.counts, int((cache.lengths + states.counts).max()))
-        self.state.unread = None
-        hidden = self._hidden(gather_positions(streamed, last))
-        return hidden, self.guess(hidden)
+        cache.commit(everything, counts, int((cache.lengths + counts).max()))
+        return self._hidden(gather_positions(streamed, (counts - 1)[:, None]))
 
-    def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        cache = self.state.cache
-        cache.stage(tokens.shape[1])
-        _, x = self.combine(self._embed(tokens), carry)
-        positions = (cache.lengths + (depth - 1))[:, None].expand_as(tokens)
-        # Staged nodes' own positions matter to windows alone, and the layer sees everything.
-        attention = AttentionPass(cache.lengths, cache.start, positions, seen, positions)
-        hidden = self._hidden(self.layer(x, attention, cache))
-        return hidden, self.guess(hidden)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return self.target.embed(tokens).to(self.eh_proj.weight)
+    def staged(self, residual: Tensor, x: Tensor, attention: AttentionPass) -> Tensor:
+        return self._hidden(self.layer(x, attention, self.state.cache))
 
 
 def final_norm(target: Target) -> nn.Module:

@@ -16,18 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from mtp.heads.base import HeadConfig, Prediction, TrainingBatch
+from mtp.heads.base import Prediction, TrainingBatch
 from mtp.heads.growing import GrowingConfig, GrowingHead
 from mtp.heads.layers import ResidualBlock
 from mtp.heads.unrolling import Bases
 from mtp.heads.warmstart import ChainRegression, RidgeRegression
-from mtp.target import Target
 
 GAIN = 0.5  # root mean square of what the activation reads after a warm start: silu(x) is nearly x / 2 there
 
@@ -42,13 +41,17 @@ class RecurrentConfig(GrowingConfig):
 
     layers: int = 2
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(layers=0)
+
 
 class RecurrentHead(GrowingHead):
     """See the module's text."""
 
     family: ClassVar[str] = "redrafter"
     attends_to_prompt: ClassVar[bool] = False
-    config_class: ClassVar[type[HeadConfig]] = RecurrentConfig
+    config_class: ClassVar[type[RecurrentConfig]] = RecurrentConfig
     config: RecurrentConfig
     input_scale: Tensor
 
@@ -61,18 +64,6 @@ class RecurrentHead(GrowingHead):
         blocks = [ResidualBlock(width) for _ in range(config.layers)]
         self.lm_head = nn.Sequential(*blocks, nn.Linear(width, config.draft_vocab_size, bias=False))
         self.register_buffer("input_scale", torch.ones(2 * width))
-
-    @classmethod
-    def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:
-        config = RecurrentConfig(
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=draft_ids.numel(),
-            **sizes,
-        )
-        head = cls(config).to(target.device).attach(target)
-        head.set_draft_vocabulary(draft_ids)
-        return head
 
     def take_in(self, tokens: Tensor, state: Tensor) -> Tensor:
         """The recurrent state ``[..., H]`` after ``tokens [...]``, from the one before."""
@@ -156,6 +147,7 @@ def _fit_readout(fit: ChainRegression, transition: Tensor, entry: Tensor) -> tup
     """
     width, gram = fit.width, fit.moments.gram
     joint = RidgeRegression(2 * width, width, gram.device)
+    joint.count = fit.moments.count * fit.steps
     # Row blocks of ``inputs``: h[t] and x, in terms of the chain's [h[t]; e[t + 1]; ...].
     inputs = gram.new_zeros(2 * width, gram.shape[0])
     inputs[:width, :width].fill_diagonal_(1.0)
@@ -165,5 +157,5 @@ def _fit_readout(fit: ChainRegression, transition: Tensor, entry: Tensor) -> tup
         inputs[width:] = x
         joint.gram += inputs @ gram @ inputs.T
         joint.cross += inputs @ fit.moments.cross[:, fit.block(step)]
-    power = joint.gram.diagonal()[width:] / (fit.moments.count * fit.steps)
+    power = joint.gram.diagonal()[width:] / joint.count
     return joint.solve(), power.float()

@@ -42,11 +42,14 @@ class TargetLayer(nn.Module):
         index: which one.
 
     Raises:
+        ValueError: if there is no such layer.
         UnsupportedTargetError: where the layer cannot run outside of its model.
     """
 
     def __init__(self, target: Target, index: int):
         super().__init__()
+        if not 0 <= index < target.num_layers:
+            raise ValueError(f"Layer {index} cannot be copied: the target has layers 0 to {target.num_layers - 1}.")
         layer, name = target.layers[index], type(target.layers[index]).__name__
         if target.config.model_type in MASKED_BY_ARGUMENT:
             raise UnsupportedTargetError(f"{name} attends by itself: a copy of it cannot be shown a tree. {ADVICE}")

@@ -16,6 +16,20 @@ from mtp.heads.base import TrainingBatch
 from mtp.heads.unrolling import Bases
 
 
+class TooFewRowsError(ValueError):
+    """A warm start saw no position that it could be fitted to.
+
+    Args:
+        missing: what answers there must be, behind "answers".
+    """
+
+    def __init__(self, missing: str):
+        super().__init__(
+            f"A warm start needs answers {missing}; found none among the training rows given. Use more or longer rows, "
+            "fewer head.steps, or head.warm_start_positions=0."
+        )
+
+
 class RidgeRegression:
     """Accumulates ``X'X`` and ``X'Y`` over batches and solves for the map from some columns of X to Y.
 
@@ -43,7 +57,12 @@ class RidgeRegression:
             columns: which inputs to use.
             cross: another right-hand side ``X'Y`` ``[inputs, outputs]``; for example with a part of Y explained away.
             ridge: penalty relative to each input's own variance, so that inputs of any scale are treated alike.
+
+        Raises:
+            TooFewRowsError: if nothing was taken in.
         """
+        if not self.count:
+            raise TooFewRowsError("long enough for every head.step")
         gram = self.gram[columns, columns]
         right = (self.cross if cross is None else cross)[columns]
         scale = gram.diagonal().clamp_min(1e-12).sqrt()
@@ -87,13 +106,10 @@ class ChainRegression:
         """``[2H]`` root mean square of each dimension of x, and of each of an embedding.
 
         Raises:
-            ValueError: if nothing was taken in.
+            TooFewRowsError: if nothing was taken in.
         """
         if self.moments.count == 0:
-            raise ValueError(
-                f"A warm start needs answers of at least {self.steps} tokens; found none among the training rows "
-                "given. Use more rows, fewer head.steps, or head.warm_start_positions=0."
-            )
+            raise TooFewRowsError(f"of at least {self.steps} tokens")
         power = self.moments.gram.diagonal().unflatten(0, (1 + self.steps, self.width)) / self.moments.count
         return torch.cat([power[0], power[1:].mean(0)]).clamp_min(1e-12).sqrt().float()
 

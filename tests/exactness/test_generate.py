@@ -323,6 +323,16 @@ def test_output_up_to_the_last_position_equals_transformers(architecture: str) -
     assert ours(model, prompts, max_new_tokens=10) == expected
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_trees_reach_down_to_the_last_position(architecture: str) -> None:
+    prompts = random_prompts([POSITIONS - 10], seed=5)
+    expected = reference(architecture, prompts, max_new_tokens=10)
+    model = SpeculativeModel(Target(model_of(architecture)), OracleDrafter(expected, lengths=[5]))
+    out = model.generate(**padded(prompts), max_new_tokens=10, do_sample=False, return_dict_in_generate=True)
+    assert answers(out.sequences, POSITIONS - 10) == expected
+    assert out.acceptance.target_passes == 2, "the first token, then 6, then the 3 that are left"
+
+
 def test_output_past_the_last_position_equals_transformers_where_positions_are_rotary() -> None:
     prompts = random_prompts([POSITIONS - 6], seed=6)
     for family in FAMILIES:

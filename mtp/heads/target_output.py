@@ -1,0 +1,61 @@
+"""Heads that guess in the target's hidden space: its own output matrix makes their hidden states into logits.
+
+The matrix stays the target's.  It is no part of the head's weights, is not trained, and over the whole vocabulary it is
+the very same tensor.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from mtp.heads.autoregressive import AutoregressiveHead
+from mtp.packing import PackedLinears
+from mtp.target import Target
+
+
+class TargetOutputHead(AutoregressiveHead):
+    """See the module's text."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self._output: tuple[nn.Linear, ...] = ()
+        self.register_load_state_dict_post_hook(lambda head, keys: head._forget_output())
+
+    def attach(self, target: Target) -> Self:
+        super().attach(target)
+        target.output_rows(self.draft_ids[:1])  # refuses a target whose output matrix cannot be read
+        self._forget_output()
+        return self
+
+    def set_draft_vocabulary(self, draft_ids: Tensor) -> None:
+        super().set_draft_vocabulary(draft_ids)
+        self._forget_output()
+
+    def read_out(self, hidden: Tensor) -> Tensor:
+        """``[..., H]`` estimates of the target's final hidden states to logits ``[..., Vd]``."""
+        return self.target.scale_logits(self.output_layer(hidden))
+
+    @property
+    def output_layer(self) -> nn.Linear:
+        """The target's output matrix over the draft vocabulary."""
+        if not self._output:
+            rows, bias = self.target.output_rows(self.draft_ids)
+            like = next(self.parameters())
+            layer = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None, device="meta")
+            layer.weight = nn.Parameter(rows.to(like).detach(), requires_grad=False)
+            if bias is not None:
+                layer.bias = nn.Parameter(bias.to(like).detach(), requires_grad=False)
+            self._output = (layer,)
+        return self._output[0]
+
+    def _forget_output(self) -> None:
+        """Read the output matrix again at the next use: the target or the draft vocabulary is another."""
+        self._output = ()
+        self.__dict__.pop("_packed", None)
+
+    @cached_property
+    def _packed(self) -> PackedLinears:
+        return PackedLinears(nn.ModuleList([self, self.output_layer]))
