@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 STAGES = ("prefill", "draft", "verify", "commit", "other")
 
@@ -76,6 +76,17 @@ class AcceptanceStats:
             yield
         finally:
             self.seconds[stage] += time.perf_counter() - start
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The counters that ``to_dict`` wrote; ratios are computed anew."""
+        counters = ("committed_tokens", "target_passes", "drafted_tokens", "plain_rounds")
+        return cls(
+            **{name: values[name] for name in counters},
+            histogram=Counter({int(kept): count for kept, count in values["histogram"].items()}),
+            seconds=dict(values["seconds"]),
+            notes=list(values["notes"]),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
