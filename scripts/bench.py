@@ -68,16 +68,8 @@ Commands = dict[str, list[str]]
 CHILDREN = Path(__file__).parent / "peers"
 # What a result depends on: a file that was made under other values is not continued.
 SHAPING = (
-    "folder",
-    "target",
-    "data",
-    "threads",
-    "nodes",
-    "drafters",
-    "assistant",
-    "max_new_tokens",
-    "peer_tokens",
-    "peer_eager",
+    *("folder", "target", "data", "threads", "nodes", "drafters", "assistant", "max_new_tokens"),
+    *("peer", "peer_tokens", "peer_eager"),
 )
 
 
