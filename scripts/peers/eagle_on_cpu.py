@@ -82,9 +82,9 @@ def serve(options: argparse.Namespace, folder: Path, answers: Any) -> None:
         request = json.loads(line)
         prompt = torch.tensor([request["prompt_ids"]])
         start = time.perf_counter()
-        # It stops once it has more new tokens than it was asked for.
+        # It stops once its rounds gave more than it was asked for; the first token comes before them.
         output, count, last = engine.eagenerate(
-            prompt, temperature=0.0, max_new_tokens=request["max_new_tokens"] - 1, max_length=length, log=True
+            prompt, temperature=0.0, max_new_tokens=request["max_new_tokens"] - 2, max_length=length, log=True
         )
         seconds = time.perf_counter() - start
         ids = output[0, prompt.shape[1] :].tolist()
