@@ -257,6 +257,7 @@ def speculate(
         with model.lock:
             planner.prepare(batch_size)
             rows = decoder.run(real_tokens(padded, model_kwargs.get("attention_mask")), padded, kept_past)
+        decoder.stats.drift = model.drift.to_dict() if decoder.drift is not None else None
         if (warning := model.drift.warning()) is not None:
             decoder.stats.notes.append(warning)
             logger.warning(warning)

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 STAGES = ("prefill", "draft", "verify", "commit", "other")
 
@@ -26,6 +26,8 @@ class AcceptanceStats:
         plain_rounds: rounds in which nothing was guessed, because it would not have paid or was not asked for.
         seconds: wall time by stage.
         notes: what a reader should know, for example which processor forced the slow path.
+        drift: how the head does of late beside what it was measured to do (``Drift.to_dict``); None where its
+            checkpoint holds no measurement, or another drafter was asked.
     """
 
     committed_tokens: int = 0
@@ -35,6 +37,7 @@ class AcceptanceStats:
     histogram: Counter[int] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     notes: list[str] = field(default_factory=list)
+    drift: dict[str, Any] | None = None
 
     @property
     def mean_accepted_length(self) -> float:
@@ -58,7 +61,7 @@ class AcceptanceStats:
         self.plain_rounds += drafted == 0
 
     def add(self, other: AcceptanceStats) -> None:
-        """Take in another generation's counters."""
+        """Take in the counters of another, later generation."""
         self.committed_tokens += other.committed_tokens
         self.target_passes += other.target_passes
         self.drafted_tokens += other.drafted_tokens
@@ -67,6 +70,7 @@ class AcceptanceStats:
         for stage, seconds in other.seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
         self.notes.extend(note for note in other.notes if note not in self.notes)
+        self.drift = other.drift or self.drift  # a later window holds the earlier one's rounds
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -76,6 +80,18 @@ class AcceptanceStats:
             yield
         finally:
             self.seconds[stage] += time.perf_counter() - start
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The counters that ``to_dict`` wrote; ratios are computed anew."""
+        counters = ("committed_tokens", "target_passes", "drafted_tokens", "plain_rounds")
+        return cls(
+            **{name: values[name] for name in counters},
+            histogram=Counter({int(kept): count for kept, count in values["histogram"].items()}),
+            seconds=dict(values["seconds"]),
+            notes=list(values["notes"]),
+            drift=values.get("drift"),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -88,6 +104,7 @@ class AcceptanceStats:
             "histogram": {str(kept): self.histogram[kept] for kept in sorted(self.histogram)},
             "seconds": {stage: round(value, 4) for stage, value in self.seconds.items()},
             "notes": list(self.notes),
+            **({} if self.drift is None else {"drift": self.drift}),
         }
 
 
@@ -111,6 +128,22 @@ class Drift:
         self.expected = expected
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # (committed, promised) a round
         self._warned = False
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """What there is to compare, or None where nothing was measured: the mean accepted length that
+        ``acceptance.json`` names (``measured``), that of drafted rounds of late and the one that their trees promised
+        (both None before enough were seen), how many rounds these are, and whether it has ``fallen``."""
+        if self.expected is None:
+            return None
+        means = {"recent": self.recent, "promised": self.promised}
+        rounded = {name: None if mean is None else round(mean, 4) for name, mean in means.items()}
+        return {"measured": self.expected, **rounded, "rounds": len(self._recent), "fallen": self.has_fallen}
+
+    @property
+    def has_fallen(self) -> bool:
+        """Whether drafted rounds of late commit clearly less than their trees promised."""
+        recent, promised = self.recent, self.promised
+        return recent is not None and promised is not None and recent - 1 < FALLEN * (promised - 1)
 
     @property
     def recent(self) -> float | None:
@@ -136,12 +169,9 @@ class Drift:
         recent, promised = self.recent, self.promised
         if self.expected is None or recent is None or promised is None:
             return None
-        if recent - 1 >= FALLEN * (promised - 1):
-            self._warned = False
+        warned, self._warned = self._warned, self.has_fallen
+        if warned or not self._warned:
             return None
-        if self._warned:
-            return None
-        self._warned = True
         return (
             f"mean accepted length has fallen to {recent:.2f} where {promised:.2f} was promised (on held-out text this "
             f"head was measured at {self.expected:.2f}): the text is unlike what it was trained on, or is sampled. "

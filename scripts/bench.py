@@ -1,245 +1,297 @@
 """Everything that speeds a target up, side by side: the same prompts, one run, taking turns.
 
-    python scripts/bench.py RUN/best --data questions.jsonl [--per-category 1] [--drafters head ngram head+ngram]
-        [--dtypes float32 bfloat16] [--assistant FOLDER] [--output results.json]
+    python scripts/bench.py RUN/best --data questions.jsonl --output results.json [--per-category 1]
+        [--drafters head ngram head+ngram] [--dtype float32 bfloat16] [--assistant FOLDER] [--memory]
+        [--peer vllm=/its/own/python eagle=/its/own/python]
 
 ``transformers`` generates plainly, with its prompt lookup and, with ``--assistant``, with a smaller model; this engine
-plainly and with each drafter, its trees as large as pays.  Decoding is greedy.  Printed per category: tokens a second
-(prompts read inside), the ratio to plain ``transformers``, the mean accepted length, and whether all answers are those
-of ``transformers``; then where the time of a round goes.  ``--memory`` adds each system's peak, from a process of its
-own.
+plainly and with each drafter, its trees as large as pays unless ``--nodes`` says otherwise; with ``--peer`` also, from
+virtual environments of their own and with the same EAGLE-3 head, vLLM (and this plainly and with its prompt lookup) and
+EAGLE's own decoder; ``scripts/peers/`` says what these need.  Decoding is greedy.
+
+Printed: tokens a second (prompts read inside), the ratio to plain ``transformers``, the mean accepted length, and how
+many answers are those of ``transformers``; the same by category, and where the time of a round goes.  ``--memory`` adds
+each system's peak, from a process of its own.
+
+``--output`` is written after every prompt, and the same command goes on where it was stopped; scripts/plots.py prints
+the tables again from it.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import json
+import os
+import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
+from mtp import checkpoint
+from mtp.checkpoint import CheckpointError, load_target
+from mtp.drafters import drafter_by_name
 from mtp.files import write_json
 from mtp.model import SpeculativeModel
-from mtp.stats import AcceptanceStats
-from serve.loading import add_model_arguments, load_model, load_tokenizer, pad_token_id, positive
-from serve.questions import Question, first_of_each, read_questions, render
-from serve.systems import Outcome, timed_call
+from serve.bench_tables import show
+from serve.export.vllm import ExportError, export
+from serve.loading import UsageError, add_model_arguments, load_model, load_tokenizer, positive, target_options
+from serve.memory import Memory, accelerator_memory, resident_memory
+from serve.peers import Peer, start_peers
+from serve.questions import Conversation, first_of_each, read_questions
+from serve.side_by_side import (
+    ASSISTED,
+    FORMAT,
+    OURS,
+    PLAIN,
+    Prompt,
+    System,
+    own_systems,
+    read_results,
+    sums_of,
+    take_turns,
+    transformers_systems,
+)
+from train.data import DataError
 
-PLAIN_TRANSFORMERS = "transformers"
-PROMPT_LOOKUP = "transformers, prompt lookup"
-ASSISTED = "transformers, assisted"
-PLAIN = "mtp, plain"
-LOOKUP_TOKENS = 10  # what Transformers' documentation uses
-WARM_UP_TOKENS = 32
+Commands = dict[str, list[str]]
+
+CHILDREN = Path(__file__).parent / "peers"
+# What a result depends on: a file that was made under other values is not continued.
+SHAPING = (
+    *("folder", "target", "data", "threads", "nodes", "drafters", "assistant", "max_new_tokens"),
+    *("peer", "peer_tokens", "peer_eager"),
+)
 
 
-@dataclass(frozen=True)
-class System:
-    """A way to the target's text.
+def peer_commands(model: SpeculativeModel, options: argparse.Namespace, longest: int, folder: Path) -> Commands:
+    """What to run for each peer that was asked for, by the system's name; the head is exported into ``folder``.
 
-    Attributes:
-        generate: as Transformers' ``generate``.
-        options: for it, beyond those that all share.
+    Args:
+        longest: tokens of a prompt with its answer.
+
+    Raises:
+        UsageError: if other engines cannot load this target or this head.
     """
-
-    name: str
-    generate: Callable[..., Any]
-    options: dict[str, Any]
-
-
-@dataclass
-class Sums:
-    """What one system did with the prompts of one category."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    equal: int = 0
-    prompts: int = 0
-    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
-
-    def add(self, outcome: Outcome, expected: list[int]) -> None:
-        self.prompts += 1
-        self.tokens += outcome.new_tokens
-        self.seconds += outcome.seconds
-        self.equal += outcome.answers[0].ids == expected
-        if outcome.stats is not None:
-            self.stats.add(outcome.stats)
-
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+    if not options.peer:
+        return {}
+    target = model.target
+    if target.model is not target.causal_lm:
+        raise UsageError("--peer: the target has an adapter on it, without which a peer's text would be another.")
+    try:
+        draft = export(model.drafter, folder / "draft")
+    except ExportError as error:
+        raise UsageError(f"--peer: {error}") from error
+    # A round length, so that what vLLM has compiled serves other questions too.
+    length = min(1024 * -(-(longest + options.peer_tokens) // 1024), target.max_positions or sys.maxsize)
+    common = [options.target or target.causal_lm.config.name_or_path]
+    common += ["--dtype", str(target.dtype).removeprefix("torch."), "--threads", str(torch.get_num_threads())]
+    common += ["--max-length", str(length), "--eos", *map(str, target.eos_token_ids)]
+    commands: Commands = {}
+    for name, python in options.peer:
+        commands |= PEERS[name](python, common, str(draft), options)
+    return commands
 
 
-def systems_of(model: SpeculativeModel, drafters: Sequence[str], assistant: Any, max_new_tokens: int) -> list[System]:
-    """Plain ``transformers`` first: the others are held against it."""
-    shared = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad_token_id(model)}
-    theirs = model.target.causal_lm.generate
-    systems = [
-        System(PLAIN_TRANSFORMERS, theirs, shared),
-        System(PROMPT_LOOKUP, theirs, {**shared, "prompt_lookup_num_tokens": LOOKUP_TOKENS}),
-    ]
-    if assistant is not None:
-        systems.append(System(ASSISTED, theirs, {**shared, "assistant_model": assistant}))
-    ours = {**shared, "return_dict_in_generate": True}
-    systems.append(System(PLAIN, model.generate, {**ours, "drafter": "none"}))
-    systems += [System(f"mtp, {name}", model.generate, {**ours, "drafter": name}) for name in drafters]
-    return systems
-
-
-def compare(
-    model: SpeculativeModel, systems: Sequence[System], prompts: Sequence[tuple[str, list[int]]]
-) -> dict[str, dict[str, Sums]]:
-    """``prompts``: category and token ids.  Returns sums by system and category."""
-    sums: dict[str, dict[str, Sums]] = {system.name: {} for system in systems}
-    for system in systems:  # packs, allocates, measures costs
-        few = {**system.options, "max_new_tokens": WARM_UP_TOKENS}
-        timed_call(model, system.generate, few, [prompts[0][1]], seed=0)
-    for at, (category, ids) in enumerate(tqdm(prompts, desc=str(model.target.dtype), unit="prompt")):
-        first = at % len(systems)
-        order = [*systems[first:], *systems[:first]]
-        outcomes = {s.name: timed_call(model, s.generate, s.options, [ids], seed=at) for s in order}
-        expected = outcomes[PLAIN_TRANSFORMERS].answers[0].ids
-        for name, outcome in outcomes.items():
-            sums[name].setdefault(category, Sums()).add(outcome, expected)
-    return sums
-
-
-def total(by_category: dict[str, Sums]) -> Sums:
-    """All categories together."""
-    out = Sums()
-    for part in by_category.values():
-        out.prompts, out.tokens, out.equal = (
-            out.prompts + part.prompts,
-            out.tokens + part.tokens,
-            out.equal + part.equal,
-        )
-        out.seconds += part.seconds
-        out.stats.add(part.stats)
-    return out
-
-
-def speed_table(sums: dict[str, dict[str, Sums]], title: str) -> Table:
-    table = Table(
-        "category", *sums, title=title, caption="tokens a second; ratio to transformers; mean accepted length"
-    )
-    categories = list(next(iter(sums.values())))
-    for category in [*categories, "all"]:
-        cells = []
-        base = total(sums[PLAIN_TRANSFORMERS]) if category == "all" else sums[PLAIN_TRANSFORMERS][category]
-        for name in sums:
-            found = total(sums[name]) if category == "all" else sums[name][category]
-            tau = f" {found.stats.mean_accepted_length:.2f}" if found.stats.target_passes else ""
-            cells.append(f"{found.speed:.1f} {found.speed / base.speed:.2f}x{tau}")
-        table.add_row(category, *cells)
-    equal = [f"{total(each).equal} of {total(each).prompts}" for each in sums.values()]
-    table.add_row("answers of transformers", *equal)
-    return table
-
-
-def stage_table(sums: dict[str, dict[str, Sums]]) -> Table:
-    table = Table("share of a round", "draft", "verify", "commit", "other", title="where the time of a round goes")
-    for name, by_category in sums.items():
-        seconds = {stage: s for stage, s in total(by_category).stats.seconds.items() if stage != "prefill"}
-        if whole := sum(seconds.values()):
-            table.add_row(name, *(f"{seconds.get(s, 0.0) / whole:.1%}" for s in ("draft", "verify", "commit", "other")))
-    return table
-
-
-def peak_memory(system: System, model: SpeculativeModel, ids: list[int]) -> int:
-    """MiB that this process held at most after one answer; on an accelerator, that it allocated there."""
-    timed_call(model, system.generate, system.options, [ids], seed=0)
-    if model.device.type == "cuda":
-        return torch.cuda.max_memory_allocated() >> 20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-
-
-def memory_of(systems: Sequence[str], arguments: Sequence[str]) -> dict[str, int]:
-    """Each system's ``peak_memory``, measured in a process of its own."""
-    found = {}
-    for name in tqdm(systems, desc="peak memory", unit="system"):
-        command = [sys.executable, __file__, *arguments, "--memory-of", name]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found[name] = int(done.stdout.splitlines()[-1])
-    return found
-
-
-def as_json(sums: dict[str, dict[str, Sums]]) -> dict[str, Any]:
-    def numbers(each: Sums) -> dict[str, Any]:
-        kept = {"prompts": each.prompts, "tokens": each.tokens, "seconds": each.seconds, "equal": each.equal}
-        return {**kept, "tokens_per_second": each.speed, "acceptance": each.stats.to_dict()}
-
+def vllm_commands(python: str, common: list[str], draft: str, options: argparse.Namespace) -> Commands:
+    """vLLM plainly, with its prompt lookup and with the head, which it drafts a chain with."""
+    command = [python, str(CHILDREN / "vllm_on_cpu.py"), *common, "--tokens", str(options.peer_tokens)]
+    command += ["--eager"] if options.peer_eager else []
     return {
-        name: {"all": numbers(total(parts)), **{category: numbers(part) for category, part in parts.items()}}
-        for name, parts in sums.items()
+        "vllm": command,
+        "vllm, prompt lookup": [*command, "--ngram"],
+        "vllm, eagle3": [*command, "--draft", draft],
     }
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def eagle_commands(python: str, common: list[str], draft: str, options: argparse.Namespace) -> Commands:
+    """EAGLE's own decoder with the head, in trees of its default size and of one that suits a CPU better."""
+    command = [python, str(CHILDREN / "eagle_on_cpu.py"), *common, "--draft", draft]
+    small = ["--nodes", "16", "--depth", "5", "--width", "6"]
+    return {"eagle, 60 nodes": command, "eagle, 16 nodes": [*command, *small]}
+
+
+PEERS = {"vllm": vllm_commands, "eagle": eagle_commands}
+
+
+def run(options: argparse.Namespace, results: dict[str, Any], save: Callable[[], None]) -> None:
+    """Measure one dtype after the other into ``results``, from where they are."""
+    for dtype in options.dtypes:
+        options.dtype = dtype
+        model = load_model(options)
+        for name in options.drafters:
+            model.drafter_for(name)  # an unknown name is said before anything is measured
+        prompts = prompts_of(model, options)
+        here = results["dtypes"].setdefault(dtype, {"records": [], "failed": {}, "memory": {}})
+        if "summary" in here and len(here["records"]) >= len(prompts) and bool(here["memory"]) >= options.memory:
+            continue  # a run that went on found this dtype done
+        ends = model.target.eos_token_ids
+        longest = max(len(prompt.ids) for prompt in prompts) + options.max_new_tokens
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            if options.output:  # a place that stays the same, by which vLLM knows what it has compiled before
+                folder = options.output.with_suffix(f".{dtype}.peers")
+            commands = peer_commands(model, options, longest, folder)
+            peers = start_peers(commands, folder, ends, stack)
+            own = transformers_systems(model, load_assistant(model, options))
+            own += own_systems(model, options.drafters, options.nodes)
+            systems = [*own, *(System(name, peer.answer) for name, peer in peers.items())]
+            failed = take_turns(model, systems, prompts, options.max_new_tokens, here["records"], save)
+            here["failed"] = {name: "did not start" for name in commands if name not in peers} | failed
+            for peer in peers.values():
+                peer.close()
+            if options.memory:
+                here["memory"] = own_memory([system.name for system in own], dtype)
+                for name in (name for name in peers if name not in failed):
+                    with Peer(name, commands[name], folder / "memory.log", ends) as peer:
+                        peer.wait_until_ready()
+                        work = partial(peer.answer, prompts[0].ids, options.max_new_tokens)
+                        here["memory"][name] = vars(resident_memory(peer.process.pid, work))
+        here["summary"] = {name: sums.to_dict() for name, sums in sums_of(here["records"]).items()}
+        save()
+
+
+def load_assistant(model: SpeculativeModel, options: argparse.Namespace) -> Any:
+    if not options.assistant:
+        return None
+    assistant = AutoModelForCausalLM.from_pretrained(options.assistant, dtype=model.target.dtype)
+    return assistant.to(model.device).eval()
+
+
+def prompts_of(model: SpeculativeModel, options: argparse.Namespace) -> list[Prompt]:
+    """The questions' first turns, those left out that would not fit in the target's positions."""
+    questions = first_of_each(read_questions(options.data), options.per_category, options.limit)
+    needs_text = any(question.prompt_ids is None for question in questions)
+    tokenizer = load_tokenizer(model, options) if needs_text else None
+    prompts = [Prompt(q.name, q.category, Conversation(q).next_prompt(tokenizer, raw=False)) for q in questions]
+    limit = (model.target.max_positions or sys.maxsize) - options.max_new_tokens
+    fitting = [prompt for prompt in prompts if 0 < len(prompt.ids) <= limit]
+    if not fitting:
+        raise UsageError(
+            f"None of the {len(prompts)} prompts of {options.data} can be answered: each is empty or longer than "
+            f"{limit} tokens, the target's positions less --max-new-tokens."
+        )
+    return fitting
+
+
+def own_memory(systems: Sequence[str], dtype: str) -> dict[str, dict[str, int]]:
+    """Each system's memory, measured in a process of its own that loads nothing but what this system needs."""
+    found = {}
+    for name in tqdm(systems, desc="memory", unit="system"):
+        command = [sys.executable, __file__, *sys.argv[1:], "--dtype", dtype, "--memory-of", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UsageError(f"Measuring the memory of {name!r} failed:\n{done.stderr[-2000:]}")
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def memory_of(name: str, options: argparse.Namespace) -> Memory:
+    """That of one answer to the first prompt, in this process."""
+    (options.dtype,) = options.dtypes
+    if name.startswith(OURS) and name != PLAIN:
+        model = load_model(options)
+    else:  # no head
+        target = load_target(options.folder, options.target, **target_options(options))
+        tokenizer = checkpoint.load_tokenizer(options.folder, target)
+        model = SpeculativeModel(target, drafter_by_name("none"), tokenizer)
+    assistant = load_assistant(model, options) if name == ASSISTED else None
+    systems = [*transformers_systems(model, assistant), *own_systems(model, options.drafters, options.nodes)]
+    (system,) = (each for each in systems if each.name == name)
+    ids = prompts_of(model, options)[0].ids
+
+    def answer() -> None:
+        system.answer(ids, options.max_new_tokens)
+
+    if model.device.type != "cpu":
+        return accelerator_memory(model.device, answer)
+    return resident_memory(os.getpid(), answer)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler="resolve"
+    )
     add_model_arguments(parser)
     parser.add_argument("--data", type=Path, required=True, help="questions (JSONL, or a folder of distilled rows)")
     parser.add_argument("--per-category", type=positive, default=1, help="questions of each (default: %(default)s)")
     parser.add_argument("--limit", type=positive, help="the first N of these")
-    parser.add_argument("--max-new-tokens", type=positive, default=128)
-    parser.add_argument("--drafters", nargs="+", default=["head"], help='names; "head" is the checkpoint\'s own')
-    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="default: %(default)s")
+    parser.add_argument(
+        "--drafters", "--drafter", nargs="+", default=["head"], help='names; "head" is the checkpoint\'s own'
+    )
+    parser.add_argument(
+        "--dtype", dest="dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"]
+    )
     parser.add_argument(
         "--assistant", help="folder or Hub name of a smaller model, for transformers' assisted generation"
     )
-    parser.add_argument("--memory", action="store_true", help="measure peak memory too")
+    parser.add_argument(
+        "--peer",
+        type=peer,
+        nargs="+",
+        default=[],
+        metavar="NAME=PYTHON",
+        help="vllm or eagle, and a Python in which it can be imported",
+    )
+    parser.add_argument("--peer-tokens", type=positive, default=3, help="vLLM drafts a round (default: %(default)s)")
+    parser.add_argument("--peer-eager", action="store_true", help="vLLM does not compile: quick to start, and slower")
+    parser.add_argument("--memory", action="store_true", help="measure each system's memory too")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help="JSON of the results")
-    return parser
+    parser.set_defaults(drafter=None)
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
-    options = parser().parse_args()
-    console = Console()
-    results: dict[str, Any] = {"arguments": {name: str(value) for name, value in vars(options).items()}, "dtypes": {}}
-    for dtype in options.dtypes:
-        options.dtype = dtype
-        model = load_model(options)
-        tokenizer = load_tokenizer(model, options)
-        assistant = None
-        if options.assistant:
-            assistant = AutoModelForCausalLM.from_pretrained(options.assistant, dtype=getattr(torch, dtype))
-            assistant = assistant.to(model.device).eval()
-        systems = systems_of(model, options.drafters, assistant, options.max_new_tokens)
-        questions = first_of_each(read_questions(options.data), options.per_category, options.limit)
-        prompts = [(question.category, _prompt(question, tokenizer)) for question in questions]
+def peer(text: str) -> tuple[str, str]:
+    """``NAME=PYTHON``, for argparse."""
+    name, _, python = text.partition("=")
+    if name not in PEERS or not python:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected NAME=PYTHON with NAME one of {', '.join(PEERS)}")
+    return name, python
+
+
+def begin(options: argparse.Namespace) -> dict[str, Any]:
+    """The results so far: what ``--output`` holds, or nothing yet.
+
+    Raises:
+        UsageError: if the file holds something else, or was measured under other settings.
+    """
+    settings = {
+        name: value if value is None else str(value) for name, value in vars(options).items() if name in SHAPING
+    }
+    machine = {"name": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+    fresh = {"format": FORMAT, "settings": settings, "machine": machine, "dtypes": {}}
+    if options.output is None or not options.output.exists():
+        return fresh
+    found = read_results(options.output)
+    if different := [name for name in SHAPING if found["settings"].get(name) != settings[name]]:
+        raise UsageError(
+            f"{options.output} was measured with another {', '.join(different)}. Name another --output, or delete it."
+        )
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    try:
         if options.memory_of:
-            (wanted,) = (system for system in systems if system.name == options.memory_of)
-            print(peak_memory(wanted, model, prompts[0][1]))
+            print(json.dumps(vars(memory_of(options.memory_of, options))))
             return
-        sums = compare(model, systems, prompts)
-        console.print(speed_table(sums, f"{dtype}, greedy, {options.max_new_tokens} new tokens, batch 1"))
-        console.print(stage_table(sums))
-        results["dtypes"][dtype] = {"systems": as_json(sums)}
-        if options.memory:
-            peaks = memory_of([system.name for system in systems], [*sys.argv[1:], "--dtypes", dtype])
-            results["dtypes"][dtype]["peak_mib"] = peaks
-            table = Table("system", "peak MiB", title="memory, one answer in a process of its own")
-            for name, peak in peaks.items():
-                table.add_row(name, str(peak))
-            console.print(table)
-    if options.output:
-        write_json(options.output, results)
-
-
-def _prompt(question: Question, tokenizer: Any) -> list[int]:
-    if question.prompt_ids is not None:
-        return list(question.prompt_ids)
-    messages = [*question.context, {"role": "user", "content": question.turns[0]}]
-    return render(tokenizer, messages)
+        results = begin(options)
+        run(options, results, lambda: write_json(options.output, results) if options.output else None)
+        show(results, Console())
+    except (UsageError, DataError, CheckpointError) as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":

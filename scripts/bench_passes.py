@@ -1,6 +1,7 @@
 """What a pass costs: plain steps and tree verification, beside a decode step of ``transformers``, as ratios of one run.
 
-    python scripts/bench_passes.py TARGET [--head RUN/best] [--context 256] [--nodes 1 4 8 16 32]
+    python scripts/bench_passes.py TARGET [--head RUN/best] [--context 256] [--nodes 1 4 8 16 32] [--dtype bfloat16]
+        [--output passes.json]
 
 All variants take turns, round after round, so that a change of the machine's speed meets each of them; medians are
 printed, and ratios to the median of ``transformers``' own decode step.
@@ -13,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -26,6 +28,7 @@ from mtp.checkpoint import load_head
 from mtp.compat import cache_argument
 from mtp.cost import synchronise
 from mtp.drafters import Budget, Drafter, TargetStates
+from mtp.files import write_json
 from mtp.target import Target
 from mtp.tree import TokenTree
 
@@ -108,14 +111,19 @@ def main() -> None:
     parser.add_argument("--head", help="an augmented checkpoint, to time its drafting too")
     parser.add_argument("--context", type=int, default=256, help="tokens in the cache (default: %(default)s)")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="tree sizes, root included")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--output", type=Path, help="JSON of all measurements, for scripts/plots.py")
     parser.add_argument("--rounds", type=int, default=30, help="measurements of each (default: %(default)s)")
     options = parser.parse_args()
     torch.manual_seed(0)
-    target = Target(AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32))
+    target = Target(AutoModelForCausalLM.from_pretrained(options.target, dtype=getattr(torch, options.dtype)))
     head = load_head(options.head, target) if options.head else None
     timed = variants(target, head, options.context, options.nodes)
     seconds = measure(timed, options.rounds, target.device)
-    Console().print(table_of(seconds, f"context {options.context}, batch 1"))
+    Console().print(table_of(seconds, f"context {options.context}, batch 1, {options.dtype}"))
+    if options.output:
+        settings = {name: getattr(options, name) for name in ("target", "head", "context", "dtype", "nodes", "rounds")}
+        write_json(options.output, {**settings, "threads": torch.get_num_threads(), "seconds": seconds})
 
 
 if __name__ == "__main__":

@@ -145,6 +145,11 @@ def counters(generated: Generated) -> str:
         f"{generated.speed:.1f} tokens/s",
         f"{generated.seconds:.2f} s: {stages}",
     ]
+    if stats.drift is not None and stats.drift["recent"] is not None:
+        lines.append(
+            f"mean accepted length over the last {stats.drift['rounds']} drafted rounds {stats.drift['recent']:.2f}; "
+            f"measured on held-out text {stats.drift['measured']:.2f}"
+        )
     return "\n".join([*lines, *stats.notes])
 
 

@@ -41,6 +41,19 @@ def load_model(arguments: argparse.Namespace) -> mtp.SpeculativeModel:
     Raises:
         UsageError: with the library's own message, if the folder is no checkpoint or the target does not fit it.
     """
+    options = target_options(arguments)
+    try:
+        # A wrong folder is said before the target, which may be large, is read.
+        read_config(arguments.folder)
+        model = mtp.load(arguments.folder, arguments.target, **options)
+        model.drafter_for(arguments.drafter)  # an unknown name is said before anything is decoded
+        return model
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+
+
+def target_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """How the target is to be loaded; threads and messages are set on the way."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if arguments.threads is not None:
@@ -52,14 +65,7 @@ def load_model(arguments: argparse.Namespace) -> mtp.SpeculativeModel:
     options = {"dtype": dtype, "trust_remote_code": arguments.trust_remote_code}
     if device.type != "cpu":
         options["device_map"] = str(device)
-    try:
-        # A wrong folder is said before the target, which may be large, is read.
-        read_config(arguments.folder)
-        model = mtp.load(arguments.folder, arguments.target, **options)
-        model.drafter_for(arguments.drafter)  # an unknown name is said before anything is decoded
-        return model
-    except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from error
+    return options
 
 
 def load_tokenizer(model: mtp.SpeculativeModel, arguments: argparse.Namespace) -> Any:

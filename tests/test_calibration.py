@@ -13,7 +13,7 @@ from tiny import FOUR, padded, tiny_head, tiny_target
 import mtp
 from mtp.model import SpeculativeModel
 from mtp.planner import RoundReport
-from mtp.stats import FEWEST, Drift
+from mtp.stats import FEWEST, WINDOW, Drift
 from train.calibrate import Reliability, Watching, fit_logistic
 
 
@@ -115,6 +115,18 @@ def test_a_warning_is_given_once_when_acceptance_falls_off() -> None:
     assert drift.warning() is not None, "it had recovered"
 
 
+def test_what_is_measured_and_what_is_seen_of_late_stand_side_by_side() -> None:
+    assert Drift(None).to_dict() is None
+    drift = Drift(expected=3.0)
+    assert drift.to_dict() == {"measured": 3.0, "recent": None, "promised": None, "rounds": 0, "fallen": False}
+    for _ in range(FEWEST):
+        drift.record(1, promised=2.0)
+    assert drift.to_dict() == {"measured": 3.0, "recent": 1.0, "promised": 2.0, "rounds": FEWEST, "fallen": True}
+    for _ in range(1000):
+        drift.record(2, promised=2.0)
+    assert drift.to_dict() == {"measured": 3.0, "recent": 2.0, "promised": 2.0, "rounds": WINDOW, "fallen": False}
+
+
 def test_small_trees_are_not_taken_for_a_drift() -> None:
     drift = Drift(expected=3.0)
     for _ in range(1000):
@@ -131,4 +143,9 @@ def test_a_head_that_does_worse_than_measured_says_so(caplog: pytest.LogCaptureF
     assert any("was measured at 5.00" in note for note in out.acceptance.notes)
     assert "was measured at 5.00" in caplog.text
     assert model.drift.recent == pytest.approx(out.acceptance.mean_accepted_length, rel=0.2)
-    assert json.dumps(out.acceptance.to_dict())
+    shown = json.loads(json.dumps(out.acceptance.to_dict()))["drift"]
+    assert shown["measured"] == 5.0
+    assert shown["fallen"]
+    assert shown["recent"] == pytest.approx(model.drift.recent, abs=1e-4)
+    other = model.generate(**padded(FOUR), max_new_tokens=4, drafter="ngram", return_dict_in_generate=True)
+    assert other.acceptance.drift is None, "what another drafter does says nothing about the head"

@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 import mtp
 import serve.generate
 from mtp.model import _listener
-from serve.generate import Generated, comparison_table, main
+from serve.generate import Generated, comparison_table, counters, main
 from serve.terminal import KEPT_STYLE, Piece, Printer, TokenText, pieces_of, styled, visible
 
 TOKENIZER = byte_tokenizer()
@@ -218,6 +218,16 @@ def test_a_difference_is_said() -> None:
     assert "token ids differ from new token 1 on" in caption
     assert "other draws" not in caption
     assert "other draws" in str(comparison_table(TOKENIZER, [], drafted, plain, greedy=False).caption)
+
+
+def test_counters_show_what_is_seen_of_late_beside_what_was_measured() -> None:
+    shown = {"measured": 2.9, "recent": 2.25, "promised": 2.4, "rounds": 100, "fallen": False}
+    stats = mtp.AcceptanceStats(committed_tokens=9, target_passes=4, drift=shown)
+    text = counters(Generated([1, 2], [False, True], stats, 1.0))
+    assert "over the last 100 drafted rounds 2.25; measured on held-out text 2.90" in text
+    assert "held-out" not in counters(
+        Generated([1], [False], mtp.AcceptanceStats(drift={**shown, "recent": None}), 1.0)
+    )
 
 
 def test_a_chat_remembers_until_it_is_told_to_forget(

@@ -60,6 +60,21 @@ def test_counters_can_be_written_as_json() -> None:
     assert set(values["seconds"]) == set(STAGES)
 
 
+@given(rounds)
+def test_counters_are_read_back(kept: list[int]) -> None:
+    stats = recorded(kept)
+    stats.notes, stats.drift = ["a"], {"measured": 2.0, "recent": 1.5}
+    assert AcceptanceStats.from_dict(json.loads(json.dumps(stats.to_dict()))) == stats
+
+
+def test_the_later_window_is_kept() -> None:
+    total = AcceptanceStats(drift={"recent": 2.0})
+    total.add(AcceptanceStats())
+    assert total.drift == {"recent": 2.0}
+    total.add(AcceptanceStats(drift={"recent": 1.5}))
+    assert total.drift == {"recent": 1.5}
+
+
 def test_notes_are_kept_once() -> None:
     total, other = AcceptanceStats(notes=["a"]), AcceptanceStats(notes=["a", "b"])
     total.add(other)
