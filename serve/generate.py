@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rich.table import Table
 from mtp.model import SpeculativeModel
 from mtp.past import Past
 from mtp.stats import AcceptanceStats
+from mtp.traffic import TrafficError, TrafficLog
 from serve.divergence import first_divergence
 from serve.loading import UsageError, add_model_arguments, load_model, load_tokenizer, pad_token_id, positive
 from serve.loading import temperature as temperature_argument
@@ -72,6 +74,23 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--top-k", type=int, metavar="K", help="when sampling; 0 is all (default: the target's own)")
     parser.add_argument("--seed", type=int, help="of the draws when sampling")
     parser.add_argument("--compare", action="store_true", help="with and without drafting, side by side")
+    parser.add_argument(
+        "--log", type=Path, metavar="FOLDER", help="keep the answers there, to align the head with them"
+    )
+    parser.add_argument(
+        "--log-bytes",
+        type=positive,
+        default=50_000_000,
+        metavar="N",
+        help="what the log may take (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log-prompts",
+        type=logged_tokens,
+        default=0,
+        metavar="N",
+        help='keep so many tokens of each prompt too, counted from its end, or "all" (default: none)',
+    )
     parser.add_argument("--no-color", action="store_true", help="no colours (NO_COLOR is honoured too)")
     options = parser.parse_args(arguments)
     if options.temperature == 0 and (options.top_p is not None or options.top_k is not None):
@@ -80,11 +99,24 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error(f"--top-p {options.top_p:g}: expected a number above 0, at most 1")
     if options.top_k is not None and options.top_k < 0:
         parser.error(f"--top-k {options.top_k}: expected 0 (all) or more")
+    if options.log is None and options.log_prompts != 0:
+        parser.error("--log-prompts says what a log keeps; name one with --log FOLDER")
+    if options.compare and options.log is not None:
+        parser.error("--compare answers one prompt twice; it does not go with --log")
     if options.compare and options.chat:
         parser.error("--compare answers one prompt twice; it does not go with --chat")
     if options.compare and options.drafter == "none":
         parser.error("--compare is against no drafting already; name a drafter or leave --drafter out")
     return options
+
+
+def logged_tokens(text: str) -> int | None:
+    """How much of a prompt is logged: a number of tokens, or None for all."""
+    if text == "all":
+        return None
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'found {text!r}, expected a number of tokens, or "all"')
+    return int(text)
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -154,6 +186,7 @@ def say(
     prompt: list[int],
     options: argparse.Namespace,
     past: Past | None = None,
+    traffic: TrafficLog | None = None,
 ) -> str:
     """Stream one answer and print its counters; returns its text, which is shorter after an interrupt."""
     printer = Printer(tokenizer, prompt, Console(no_color=options.no_color or None, highlight=False))
@@ -164,7 +197,7 @@ def say(
         printer.on_token(row, token, kept)
 
     try:
-        generated = answer(model, prompt, options, on_token, past=past)
+        generated = answer(model, prompt, options, on_token, past=past, traffic=traffic)
     except KeyboardInterrupt:
         if not options.chat:
             raise
@@ -179,7 +212,9 @@ def report(text: str, options: argparse.Namespace) -> None:
     console.print(text, style="dim", markup=False, soft_wrap=True)
 
 
-def chat(model: SpeculativeModel, tokenizer: Any, options: argparse.Namespace) -> None:
+def chat(
+    model: SpeculativeModel, tokenizer: Any, options: argparse.Namespace, traffic: TrafficLog | None = None
+) -> None:
     """Take turns until the person ends it."""
     opening: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(opening)
@@ -197,7 +232,7 @@ def chat(model: SpeculativeModel, tokenizer: Any, options: argparse.Namespace) -
             continue
         messages.append({"role": "user", "content": said})
         try:
-            reply = say(model, tokenizer, render(tokenizer, messages, options.raw), options, past)
+            reply = say(model, tokenizer, render(tokenizer, messages, options.raw), options, past, traffic)
         except UsageError as error:
             messages.pop()
             report(f"{error} /clear makes room.", options)
@@ -254,18 +289,36 @@ def read_prompt(options: argparse.Namespace) -> str:
         raise UsageError(f"The prompt cannot be read from {options.prompt_file}: {error}") from error
 
 
+def open_log(model: SpeculativeModel, options: argparse.Namespace) -> AbstractContextManager[TrafficLog | None]:
+    """The log that was asked for; None where none was."""
+    if options.log is None:
+        return nullcontext()
+    try:
+        return TrafficLog(options.log, model.target, max_bytes=options.log_bytes, context=options.log_prompts)
+    except (TrafficError, OSError) as error:
+        raise UsageError(f"--log: {error}") from error
+
+
 def run(options: argparse.Namespace) -> None:
     text = None if options.chat else read_prompt(options)
     model = load_model(options)
     tokenizer = load_tokenizer(model, options)
     seed(options)
-    if text is None:
-        chat(model, tokenizer, options)
-        return
+    with open_log(model, options) as traffic:
+        if text is None:
+            chat(model, tokenizer, options, traffic)
+        else:
+            answer_once(model, tokenizer, text, options, traffic)
+
+
+def answer_once(
+    model: SpeculativeModel, tokenizer: Any, text: str, options: argparse.Namespace, traffic: TrafficLog | None
+) -> None:
+    """Answer one prompt, or compare its two answers."""
     messages = [{"role": "system", "content": options.system}] if options.system else []
     prompt = render(tokenizer, [*messages, {"role": "user", "content": text}], options.raw)
     if not options.compare:
-        say(model, tokenizer, prompt, options)
+        say(model, tokenizer, prompt, options, traffic=traffic)
         return
     drafted, plain = compare(model, prompt, options)
     console = Console(no_color=options.no_color or None)
