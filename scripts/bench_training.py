@@ -7,12 +7,15 @@
     plain         what one would write first: rows padded as they come, an L x L mask a step, logits of all positions
                   over the whole vocabulary
     speculators   that package's own EAGLE-3 model and loss, with ``--speculators FOLDER``:
-                  pip install --no-deps --target FOLDER speculators==0.9.0 hs-connectors==0.9.0 loguru pydantic-settings
+                  pip install --no-deps --target FOLDER speculators==0.9.0 hs-connectors==0.9.0 openai loguru
+                  pydantic pydantic-settings python-dotenv distro jiter typer (what it imports, without its engines)
+    speculators+output   the same with its output matrix trained, as ours is
 
 Each runs in a process of its own (``scripts/training_contenders.py``) and takes one optimiser step when it is its turn,
 on the same rows, states, sizes, positions a step and optimiser, in float32, until it has seen all rows.  The target's
-states are computed once, before: all three need the same.  Answers with fewer tokens than others count as they are:
-*trained tokens* are those of the answers, not of prompts or padding.
+states are computed once, before, and read from memory: all need the same ones.  *Trained tokens* are those of answers,
+not of prompts or padding.  On a CPU speculators runs with ``--attention eager`` and its eager loss: its own choice of
+attention is compiled for GPUs, and its fused losses are Triton's.  Its rows are packed, as its collator packs them.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from train.data import draft_vocabulary, load_rows
 from train.features import pad_rows
 
 ROOT = Path(__file__).parents[1]
+OURS, THEIRS = ("ours", "plain"), ("speculators", "speculators+output")
 
 
 @dataclass
@@ -94,10 +98,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--draft-vocab", type=int, default=8192, help="of ours and speculators (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-4, help="of AdamW, for all (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--only", nargs="+", choices=("ours", "plain", "speculators"), help="default: all there are")
+    parser.add_argument("--only", nargs="+", choices=(*OURS, *THEIRS), help="default: all there are")
     parser.add_argument("--speculators", type=Path, metavar="FOLDER", help="where that package is installed")
     parser.add_argument("--attention", default="eager", help="of speculators: eager, sdpa or simple_flex_attention")
-    parser.add_argument("--train-output", action="store_true", help="train speculators' output matrix too, as ours is")
     parser.add_argument("--output", type=Path, help="write all figures there as JSON")
     return parser.parse_args(arguments)
 
@@ -122,7 +125,7 @@ def write_states(options: argparse.Namespace, folder: Path) -> None:
         "target": str(Path(options.target).expanduser().resolve()),
         "prompts": [len(row.prompt_ids) for row in rows],
         "taps": taps,
-        **{name: getattr(options, name) for name in ("positions", "steps", "lr", "attention", "train_output")},
+        **{name: getattr(options, name) for name in ("positions", "steps", "lr", "attention")},
     }
     write_json(folder / "settings.json", settings)
 
@@ -130,7 +133,7 @@ def write_states(options: argparse.Namespace, folder: Path) -> None:
 def start(name: str, folder: Path, options: argparse.Namespace) -> Contender:
     """A contender that has loaded what it needs."""
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    if name == "speculators":
+    if name in THEIRS:
         path.append(str(options.speculators))  # last: what it would shadow is taken from here
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "scripts" / "training_contenders.py"), name, str(folder)],
@@ -177,8 +180,8 @@ def table(contenders: Sequence[Contender]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    names = options.only or ["ours", "plain", *(["speculators"] if options.speculators else [])]
-    if "speculators" in names and options.speculators is None:
+    names = options.only or [*OURS, *(THEIRS if options.speculators else ())]
+    if set(names) & set(THEIRS) and options.speculators is None:
         raise SystemExit("error: name the folder in which speculators is installed: --speculators FOLDER")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         write_states(options, Path(folder))

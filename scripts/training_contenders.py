@@ -226,6 +226,8 @@ class Plain(Contender):
 class Speculators(Contender):
     """speculators' EAGLE-3 model, forward, loss and metrics; rows packed into one, as its collator packs them."""
 
+    train_output = False
+
     def __init__(self, shop: Shop):
         from speculators.losses import resolve_loss_config
         from speculators.models.eagle3 import Eagle3DraftModel
@@ -251,7 +253,7 @@ class Speculators(Contender):
         ).float()
         # Our states are those behind the target's last norm already.
         self.model.verifier_norm = torch.nn.Identity()
-        if settings["train_output"]:
+        if self.train_output:
             self.model.lm_head.weight.requires_grad_(True)
         self.model.to(device_at_hand()).train()
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
@@ -297,7 +299,18 @@ class Speculators(Contender):
         return {name: torch.cat(each)[None].to(device) for name, each in parts.items()}
 
 
-CONTENDERS: dict[str, type[Contender]] = {"ours": Ours, "plain": Plain, "speculators": Speculators}
+class SpeculatorsWithOutput(Speculators):
+    """The same with its output matrix trained, as ours is; the package leaves it as it takes it from the target."""
+
+    train_output = True
+
+
+CONTENDERS: dict[str, type[Contender]] = {
+    "ours": Ours,
+    "plain": Plain,
+    "speculators": Speculators,
+    "speculators+output": SpeculatorsWithOutput,
+}
 
 
 def main(name: str, folder: str) -> None:

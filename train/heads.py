@@ -49,7 +49,7 @@ def compare_with_start(trainer: Trainer, start: Path) -> None:
     comparison = compare_heads(trainer.config, trainer.target, old, new, rows, trainer.decoding_share)
     if not trainer.accelerator.is_main_process:
         return
-    write_json(trainer.output / "gate.json", {"before": str(old), "after": str(new), **comparison.to_dict()})
+    write_json(trainer.output / "gate.json", {"old": str(old), "new": str(new), **comparison.to_dict()})
     print(comparison.sentence())
     if not comparison.passes:
         print(f"The new head does not pass: {start} stays as it is.")
