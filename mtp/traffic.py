@@ -86,7 +86,7 @@ class TrafficLog:
     A log that cannot be written (a full disk) never fails a generation: rows are lost, counted and warned of.
 
     Args:
-        folder: of the log; made when missing, readable by its owner alone.
+        folder: of the log; made when missing.  What is in it is readable by its owner alone.
         target: whose answers are logged; a folder with those of another is refused.
         max_bytes: what the folder may take.  Its oldest segments are removed to make room for new ones.
         context: how many tokens of each prompt are kept, counted from its end: 0 for none, None for all.
@@ -186,6 +186,7 @@ class TrafficLog:
         try:
             self._make_room(size)
             with whole_file(self.folder / name) as staged:
+                staged.touch(mode=0o600)
                 staged.write_text(self._head + "".join(lines), encoding="ascii")
             self._make_room(0)
         except OSError as error:

@@ -13,7 +13,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,13 @@ from rich.table import Table
 from mtp.model import SpeculativeModel
 from mtp.past import Past
 from mtp.stats import AcceptanceStats
-from mtp.traffic import TrafficError, TrafficLog
+from mtp.traffic import TrafficLog
 from serve.divergence import first_divergence
 from serve.loading import UsageError, add_model_arguments, load_model, load_tokenizer, pad_token_id, positive
 from serve.loading import temperature as temperature_argument
 from serve.questions import Message, render
 from serve.terminal import Printer, pieces_of, styled
+from serve.traffic import add_log_arguments, check_log_arguments, open_log
 
 WARM_UP_TOKENS = 8
 CHAT_HELP = "an empty line or /quit ends, /clear forgets the conversation, Ctrl-C stops an answer"
@@ -74,23 +74,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--top-k", type=int, metavar="K", help="when sampling; 0 is all (default: the target's own)")
     parser.add_argument("--seed", type=int, help="of the draws when sampling")
     parser.add_argument("--compare", action="store_true", help="with and without drafting, side by side")
-    parser.add_argument(
-        "--log", type=Path, metavar="FOLDER", help="keep the answers there, to align the head with them"
-    )
-    parser.add_argument(
-        "--log-bytes",
-        type=positive,
-        default=50_000_000,
-        metavar="N",
-        help="what the log may take (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--log-prompts",
-        type=logged_tokens,
-        default=0,
-        metavar="N",
-        help='keep so many tokens of each prompt too, counted from its end, or "all" (default: none)',
-    )
+    add_log_arguments(parser)
     parser.add_argument("--no-color", action="store_true", help="no colours (NO_COLOR is honoured too)")
     options = parser.parse_args(arguments)
     if options.temperature == 0 and (options.top_p is not None or options.top_k is not None):
@@ -99,8 +83,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error(f"--top-p {options.top_p:g}: expected a number above 0, at most 1")
     if options.top_k is not None and options.top_k < 0:
         parser.error(f"--top-k {options.top_k}: expected 0 (all) or more")
-    if options.log is None and options.log_prompts != 0:
-        parser.error("--log-prompts says what a log keeps; name one with --log FOLDER")
+    check_log_arguments(parser, options)
     if options.compare and options.log is not None:
         parser.error("--compare answers one prompt twice; it does not go with --log")
     if options.compare and options.chat:
@@ -108,15 +91,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if options.compare and options.drafter == "none":
         parser.error("--compare is against no drafting already; name a drafter or leave --drafter out")
     return options
-
-
-def logged_tokens(text: str) -> int | None:
-    """How much of a prompt is logged: a number of tokens, or None for all."""
-    if text == "all":
-        return None
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f'found {text!r}, expected a number of tokens, or "all"')
-    return int(text)
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -287,16 +261,6 @@ def read_prompt(options: argparse.Namespace) -> str:
         return options.prompt_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"The prompt cannot be read from {options.prompt_file}: {error}") from error
-
-
-def open_log(model: SpeculativeModel, options: argparse.Namespace) -> AbstractContextManager[TrafficLog | None]:
-    """The log that was asked for; None where none was."""
-    if options.log is None:
-        return nullcontext()
-    try:
-        return TrafficLog(options.log, model.target, max_bytes=options.log_bytes, context=options.log_prompts)
-    except (TrafficError, OSError) as error:
-        raise UsageError(f"--log: {error}") from error
 
 
 def run(options: argparse.Namespace) -> None:

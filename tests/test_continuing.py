@@ -147,6 +147,17 @@ def test_an_interrupted_run_goes_on_with_the_traffic_of_its_beginning(workshop: 
     assert len(program.build_trainer(load_config([*arguments, "resume=none"])).train.rows) > len(trainer.train.rows)
 
 
+def test_a_dry_run_tries_it_out_and_leaves_nothing_behind(
+    workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = link_to(workshop / "good" / "best", tmp_path / "served")
+    traffic = f"start.traffic={workshop / 'traffic'}"
+    program.main(further(workshop, tmp_path / "run", link, traffic, "start.replace=true", "dry_run=true"))
+    assert "all in order" in capsys.readouterr().out
+    assert not list((tmp_path / "run").glob("*"))
+    assert link.resolve() == (workshop / "good" / "best").resolve()
+
+
 @pytest.mark.parametrize("family", sorted(HEADS))
 def test_heads_of_all_families_are_continued_from_their_weights(family: str, workshop: Path, tmp_path: Path) -> None:
     target = Target(mtp.load(workshop / "good" / "best").target.causal_lm)
