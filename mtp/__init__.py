@@ -33,6 +33,7 @@ from mtp.skip_search import calibrate_early_exit
 from mtp.stats import AcceptanceStats
 from mtp.support import UnsupportedTargetError
 from mtp.target import Target
+from mtp.traffic import TrafficError, TrafficLog
 from mtp.tree import TokenTree
 
 __version__ = "0.1.0"
@@ -90,6 +91,8 @@ __all__ = [
     "SpeculativeOutput",
     "Target",
     "TokenTree",
+    "TrafficError",
+    "TrafficLog",
     "UnsupportedTargetError",
     "available_drafters",
     "available_heads",

@@ -25,6 +25,7 @@ from mtp.past import Past
 from mtp.planner import CostPlanner, FixedPlanner, Planner
 from mtp.processors import names_of_stateful
 from mtp.refusals import (
+    refuse_foreign_log,
     refuse_foreign_past,
     refuse_ignored_inputs,
     refuse_unsupported_arguments,
@@ -35,6 +36,7 @@ from mtp.sampling import TargetSampler
 from mtp.stats import AcceptanceStats, Drift
 from mtp.stopping import with_stop_strings
 from mtp.target import Target
+from mtp.traffic import TrafficLog, sampling_record
 from mtp.verify import Randomness
 
 logger = logging.getLogger(__name__)
@@ -158,6 +160,7 @@ class SpeculativeModel:
                 ``kept`` says whether the drafter had guessed it.  Unlike a streamer it takes batches too.
             generator: source of all random draws; torch's default one (``torch.manual_seed``) when left out.
             past: what an earlier call returned under that name: what this prompt shares with it is not read again.
+            traffic: a log that takes the answers down, as ``mtp.traffic`` says; without one nothing is kept.
 
         Returns:
             ``[B, T]`` token ids, or a ``SpeculativeOutput`` with ``return_dict_in_generate=True``.
@@ -166,7 +169,7 @@ class SpeculativeModel:
             ValueError: for what cannot be drafted for (beam search, scores of every step ...), saying why.
         """
         refuse_unsupported_arguments(kwargs)
-        names = ("nodes", "planner", "drafter", "prediction", "rule", "on_token", "generator", "past")
+        names = ("nodes", "planner", "drafter", "prediction", "rule", "on_token", "generator", "past", "traffic")
         own = {name: kwargs.pop(name) for name in names if name in kwargs}
         decode = speculate(self, **own, streamer=kwargs.get("streamer"))
         return self.target.causal_lm.generate(*args, custom_generate=decode, **with_stop_strings(kwargs))
@@ -183,6 +186,7 @@ def speculate(
     on_token: TokenListener | None = None,
     generator: torch.Generator | None = None,
     past: Past | None = None,
+    traffic: TrafficLog | None = None,
     streamer: BaseStreamer | None = None,
 ) -> Callable[..., Any]:
     """The round loop as a decoding method for Transformers: ``lm.generate(..., custom_generate=speculate(model))``.
@@ -201,6 +205,7 @@ def speculate(
     drafter = model.drafter_for(drafter)
     planner = planner or model.planner(drafter, nodes)
     refuse_foreign_past(past, model.target)
+    refuse_foreign_log(traffic, model.target)
 
     def decode(
         lm: PreTrainedModel,
@@ -221,9 +226,9 @@ def speculate(
         if input_ids.shape[0] > 1 and padding_token(generation_config) is None and len(stopping_criteria) > 1:
             raise ValueError("Rows that end at different lengths need a pad_token_id (there is no end token).")
         batch_size = input_ids.shape[0]
-        prompts = batch_size // (generation_config.num_return_sequences or 1)
-        if predictions is not None and len(predictions) != prompts:
-            raise ValueError(f"Found {len(predictions)} predictions for {prompts} prompts; expected one for each.")
+        asked = batch_size // (generation_config.num_return_sequences or 1)
+        if predictions is not None and len(predictions) != asked:
+            raise ValueError(f"Found {len(predictions)} predictions for {asked} prompts; expected one for each.")
         wants_dict = bool(generation_config.return_dict_in_generate)
         # How many draws a drawn tree takes depends on its size: with trees that are planned by the clock a seed would
         # not give its text again, which under the walk it does.
@@ -256,11 +261,16 @@ def speculate(
         padded = input_ids.tolist()
         with model.lock:
             planner.prepare(batch_size)
-            rows = decoder.run(real_tokens(padded, model_kwargs.get("attention_mask")), padded, kept_past)
+            prompts = real_tokens(padded, model_kwargs.get("attention_mask"))
+            rows = decoder.run(prompts, padded, kept_past)
         decoder.stats.drift = model.drift.to_dict() if decoder.drift is not None else None
         if (warning := model.drift.warning()) is not None:
             decoder.stats.notes.append(warning)
             logger.warning(warning)
+        if traffic is not None:
+            answers = [row.ids[len(row.ids) - len(row.kept) :] for row in rows]
+            sampling = sampling_record(generation_config, logits_processor, chosen.name)
+            traffic.add(prompts, answers, [row.kept for row in rows], sampling)
         if streamer is not None:
             streamer.end()
         sequences = pad_sequences([row.ids for row in rows], generation_config, input_ids)

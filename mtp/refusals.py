@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 
 from mtp.past import Past
 from mtp.target import Target
+from mtp.traffic import TrafficLog
 
 # What Transformers prepares for every decoding method: the round loop reads it or makes its own.
 PREPARED = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
@@ -120,3 +121,13 @@ def refuse_foreign_past(past: Any, target: Target) -> None:
         )
     if past.target is not target:
         raise ValueError("past belongs to another target: its keys and values mean nothing to this one.")
+
+
+def refuse_foreign_log(traffic: Any, target: Target) -> None:
+    """Raise ``ValueError`` for a log that is not one of ours over this very target."""
+    if traffic is None:
+        return
+    if not isinstance(traffic, TrafficLog):
+        raise ValueError(f"traffic is a {type(traffic).__name__}; expected an mtp.TrafficLog(folder, model.target).")
+    if traffic.target is not target:
+        raise ValueError("traffic logs the answers of another target: make a log for this one, in a folder of its own.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -38,6 +38,18 @@ class AcceptanceStats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     notes: list[str] = field(default_factory=list)
     drift: dict[str, Any] | None = None
+
+    @classmethod
+    def from_kept(cls, kept: Sequence[bool]) -> Self:
+        """The rounds of one answer, found again in its flags (``SpeculativeOutput.kept``).
+
+        A round ends with a token of the target's own, or with the answer; the first token is the prompt's pass's and
+        belongs to none.  How much was drafted is not in the flags: ``drafted_tokens`` and ``plain_rounds`` stay 0.
+        """
+        runs = [len(run) for run in "".join("+" if flag else "|" for flag in kept[1:]).split("|")]
+        if not runs[-1]:
+            runs.pop()  # behind the last token of the target's own
+        return cls(len(kept[1:]), len(runs), histogram=Counter(runs))
 
     @property
     def mean_accepted_length(self) -> float:

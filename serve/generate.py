@@ -24,11 +24,13 @@ from rich.table import Table
 from mtp.model import SpeculativeModel
 from mtp.past import Past
 from mtp.stats import AcceptanceStats
+from mtp.traffic import TrafficLog
 from serve.divergence import first_divergence
 from serve.loading import UsageError, add_model_arguments, load_model, load_tokenizer, pad_token_id, positive
 from serve.loading import temperature as temperature_argument
 from serve.questions import Message, render
 from serve.terminal import Printer, pieces_of, styled
+from serve.traffic import add_log_arguments, check_log_arguments, open_log
 
 WARM_UP_TOKENS = 8
 CHAT_HELP = "an empty line or /quit ends, /clear forgets the conversation, Ctrl-C stops an answer"
@@ -72,6 +74,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--top-k", type=int, metavar="K", help="when sampling; 0 is all (default: the target's own)")
     parser.add_argument("--seed", type=int, help="of the draws when sampling")
     parser.add_argument("--compare", action="store_true", help="with and without drafting, side by side")
+    add_log_arguments(parser)
     parser.add_argument("--no-color", action="store_true", help="no colours (NO_COLOR is honoured too)")
     options = parser.parse_args(arguments)
     if options.temperature == 0 and (options.top_p is not None or options.top_k is not None):
@@ -80,6 +83,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error(f"--top-p {options.top_p:g}: expected a number above 0, at most 1")
     if options.top_k is not None and options.top_k < 0:
         parser.error(f"--top-k {options.top_k}: expected 0 (all) or more")
+    check_log_arguments(parser, options)
+    if options.compare and options.log is not None:
+        parser.error("--compare answers one prompt twice; it does not go with --log")
     if options.compare and options.chat:
         parser.error("--compare answers one prompt twice; it does not go with --chat")
     if options.compare and options.drafter == "none":
@@ -159,6 +165,7 @@ def say(
     prompt: list[int],
     options: argparse.Namespace,
     past: Past | None = None,
+    traffic: TrafficLog | None = None,
 ) -> str:
     """Stream one answer and print its counters; returns its text, which is shorter after an interrupt."""
     printer = Printer(tokenizer, prompt, Console(no_color=options.no_color or None, highlight=False))
@@ -169,7 +176,7 @@ def say(
         printer.on_token(row, token, kept)
 
     try:
-        generated = answer(model, prompt, options, on_token, past=past)
+        generated = answer(model, prompt, options, on_token, past=past, traffic=traffic)
     except KeyboardInterrupt:
         if not options.chat:
             raise
@@ -184,7 +191,9 @@ def report(text: str, options: argparse.Namespace) -> None:
     console.print(text, style="dim", markup=False, soft_wrap=True)
 
 
-def chat(model: SpeculativeModel, tokenizer: Any, options: argparse.Namespace) -> None:
+def chat(
+    model: SpeculativeModel, tokenizer: Any, options: argparse.Namespace, traffic: TrafficLog | None = None
+) -> None:
     """Take turns until the person ends it."""
     opening: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
     messages = list(opening)
@@ -202,7 +211,7 @@ def chat(model: SpeculativeModel, tokenizer: Any, options: argparse.Namespace) -
             continue
         messages.append({"role": "user", "content": said})
         try:
-            reply = say(model, tokenizer, render(tokenizer, messages, options.raw), options, past)
+            reply = say(model, tokenizer, render(tokenizer, messages, options.raw), options, past, traffic)
         except UsageError as error:
             messages.pop()
             report(f"{error} /clear makes room.", options)
@@ -264,13 +273,21 @@ def run(options: argparse.Namespace) -> None:
     model = load_model(options)
     tokenizer = load_tokenizer(model, options)
     seed(options)
-    if text is None:
-        chat(model, tokenizer, options)
-        return
+    with open_log(model, options) as traffic:
+        if text is None:
+            chat(model, tokenizer, options, traffic)
+        else:
+            answer_once(model, tokenizer, text, options, traffic)
+
+
+def answer_once(
+    model: SpeculativeModel, tokenizer: Any, text: str, options: argparse.Namespace, traffic: TrafficLog | None
+) -> None:
+    """Answer one prompt, or compare its two answers."""
     messages = [{"role": "system", "content": options.system}] if options.system else []
     prompt = render(tokenizer, [*messages, {"role": "user", "content": text}], options.raw)
     if not options.compare:
-        say(model, tokenizer, prompt, options)
+        say(model, tokenizer, prompt, options, traffic=traffic)
         return
     drafted, plain = compare(model, prompt, options)
     console = Console(no_color=options.no_color or None)

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers.utils import is_bitsandbytes_available
 
+import mtp
 from mtp.heads import HEADS
 from tests.killing import MOMENTS
+from tests.tiny import padded, random_prompts
 from tests.workshop import make_workshop, recipe
 from train import heads as program
 from train.batches import BatchOrder, trained_positions, training_batch
@@ -34,8 +37,10 @@ from train.recipe import load_config
 from train.target import check_placement
 
 ROOT = Path(__file__).parents[1]
+COMPILES = shutil.which("g++") is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
 needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed (pip install deepspeed)"
+    importlib.util.find_spec("deepspeed") is None or not COMPILES,
+    reason="DeepSpeed is not installed (pip install deepspeed), or there is no g++ or no Python.h for what it compiles",
 )
 # By one process, a step of two batches; by two, one batch of each.
 ALONE = ("optim.accumulate=2",)
@@ -400,3 +405,19 @@ def test_a_run_under_fsdp2_goes_on_with_one_process(workshop: Path, tmp_path: Pa
     assert "2 batches in each process" in launch(*arguments, script=script, processes=1)
     for name, weight in weights(tmp_path / "two").items():
         torch.testing.assert_close(weights(output)[name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_continue_and_compare_as_one(workshop: Path, alone: Path, tmp_path: Path) -> None:
+    target = mtp.load(alone / "best").target
+    prompts = random_prompts([6] * 20, seed=3)
+    with mtp.TrafficLog(tmp_path / "traffic", target, context=None) as log:
+        mtp.SpeculativeModel(target, mtp.NgramDrafter()).generate(**padded(prompts), max_new_tokens=8, traffic=log)
+    further = (f"start.head={alone / 'best'}", f"start.traffic={tmp_path / 'traffic'}", "optim.epochs=4")
+    program.main(recipe(workshop, tmp_path / "one", *ALONE, *further))
+    launch("cpu2", workshop, tmp_path / "two", *TOGETHER, *further)
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+    verdicts = [json.loads((tmp_path / run / "gate.json").read_text()) for run in ("one", "two")]
+    for verdict in verdicts:
+        del verdict["new"]  # a folder of each run's own
+    assert verdicts[0] == verdicts[1]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from talking import byte_tokenizer, knowing, plain_answer, save_talking_checkpoint
-from tiny import random_prompts
+from tiny import random_prompts, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
@@ -21,6 +21,8 @@ from transformers.generation.streamers import BaseStreamer
 import mtp
 import serve.generate
 from mtp.model import _listener
+from mtp.target import Target
+from mtp.traffic import TrafficLog, read_traffic
 from serve.generate import Generated, comparison_table, counters, main
 from serve.terminal import KEPT_STYLE, Piece, Printer, TokenText, pieces_of, styled, visible
 
@@ -285,9 +287,38 @@ def test_errors_are_said_without_a_traceback(checkpoint: Path, options: list[str
 
 
 @pytest.mark.parametrize(
-    "options", [["--top-k", "5"], ["--temperature", "-1"], ["--chat", "--compare"], ["--compare", "--drafter", "none"]]
+    "options",
+    [
+        ["--top-k", "5"],
+        ["--temperature", "-1"],
+        ["--chat", "--compare"],
+        ["--compare", "--drafter", "none"],
+        ["--compare", "--log", "folder"],
+        ["--log-prompts", "5"],
+        ["--log", "folder", "--log-prompts", "some"],
+        ["--log", "folder", "--log-bytes", "0"],
+    ],
 )
 def test_contradictions_are_refused(options: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["folder", *([] if "--chat" in options else ["--prompt", "a"]), *options])
     assert stopped.value.code == 2
+
+
+def test_answers_are_logged_where_one_asks_for_it(
+    checkpoint: Path, model: mtp.SpeculativeModel, tmp_path: Path
+) -> None:
+    arguments = [str(checkpoint), "--prompt", "the cat", "--max-new-tokens", "6", "--log", str(tmp_path / "log")]
+    assert main(arguments) == 0
+    assert main([*arguments, "--log-prompts", "all"]) == 0
+    without, whole = read_traffic(tmp_path / "log", model.target)
+    assert without.answer == whole.answer
+    assert (without.context, without.whole) == ((), False)
+    assert "the cat" in TOKENIZER.decode(whole.context)
+
+
+def test_a_log_of_another_target_is_refused_before_anything_is_decoded(checkpoint: Path, tmp_path: Path) -> None:
+    with TrafficLog(tmp_path, Target(tiny_model(seed=1))) as log:
+        log.add([[1]], [[2]], [[False]], {})
+    with pytest.raises(SystemExit, match=r"error: --log: .* fingerprint .* differ"):
+        main([str(checkpoint), "--prompt", "the cat", "--log", str(tmp_path)])

@@ -18,8 +18,10 @@ from train.loop import Trainer, seed_everything
 from train.processes import make_accelerator
 from train.rows import usable_rows
 from train.sources import Sources, plan_sources, prompt_window
+from train.start import check_start, continued_head
 from train.target import check_placement, load_target, load_tokenizer, with_lora
 from train.tracking import check_trackers, start_tracking
+from train.traffic import with_traffic
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ def gather(config: RunConfig) -> Ingredients:
     check_trackers(config.report_to)
     family, _ = check_head(config)
     window = prompt_window(config, family)
+    check_start(config)
     accelerator = make_accelerator(config)
     check_adapter(config, accelerator)
     check_placement(config, accelerator.num_processes)
@@ -60,13 +63,17 @@ def gather(config: RunConfig) -> Ingredients:
         logging.getLogger().setLevel(logging.WARNING)
     target, tokenizer = load_target(config.target, accelerator.device), load_tokenizer(config.target)
     train, held_out = usable_rows(config, target, tokenizer, window)
+    if config.start.traffic is not None:
+        train, held_out = with_traffic(config, accelerator, target, tokenizer, train, held_out)
     if config.target.adapter.rank > 0:
         target = with_lora(target, config.target.adapter)
     return Ingredients(accelerator, target, tokenizer, train, held_out)
 
 
-def fresh_head(config: RunConfig, parts: Ingredients) -> Head:
-    """A head of the recipe's family and sizes, the same in every process."""
+def first_head(config: RunConfig, parts: Ingredients) -> Head:
+    """The recipe's head before its first step, the same in every process."""
+    if config.start.head is not None:
+        return continued_head(config, parts.target)
     seed_everything(config.optim.seed)
     target = parts.target
     draft_ids = draft_vocabulary(parts.train, config.head.draft_vocab_size, target.vocab_size, target.eos_token_ids)
@@ -76,7 +83,7 @@ def fresh_head(config: RunConfig, parts: Ingredients) -> Head:
 def assemble(config: RunConfig, parts: Ingredients) -> Trainer:
     """A trainer whose hidden states are complete."""
     accelerator = parts.accelerator
-    head = fresh_head(config, parts)
+    head = first_head(config, parts)
     sources = plan_sources(config, parts.target, head, parts.train, parts.held_out)
     prepare_sources(sources, accelerator)
     logger.info(

@@ -17,8 +17,9 @@ from train.processes import engine
 
 STATE = "trainer_state.json"
 # Settings that a resumed run must share with the one it continues: they decide which batch comes when.
-RESUME_KEYS = ("data", "head", "optim", "target")
-FREE = ("placement",)  # where the target is may change with the machines
+RESUME_KEYS = ("data", "head", "optim", "start", "target")
+# Where the target is may change with the machines, and what happens behind the last step may be decided late.
+FREE = ("placement", "replace", "gate_rows", "gate_tolerance")
 
 
 @dataclass
@@ -121,7 +122,8 @@ def check_resumable(accelerator: Accelerator, folder: Path, config: RunConfig) -
     saved = _record(folder)
     ours, unsaid = (json.loads(json.dumps(to_dict(recipe))) for recipe in (config, RunConfig()))
     for key in RESUME_KEYS:
-        theirs = {**unsaid[key], **saved["recipe"][key]}  # a key that there was not yet had the effect of its default
+        # A key that there was not yet had the effect of its default.
+        theirs = {**unsaid[key], **saved["recipe"].get(key, {})}
         if changed := [name for name in ours[key] if theirs[name] != ours[key][name] and name not in FREE]:
             raise ConfigError(
                 f"{folder} was written with other settings ({', '.join(f'{key}.{name}' for name in changed)}); "

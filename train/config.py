@@ -164,6 +164,32 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class StartConfig:
+    """A head that is trained further, on what its target answered in use.
+
+    When the run ends, the new head is compared with the one it began from on held-out rows of ``data.path``, which do
+    not change with the log (train/gate.py).
+
+    Attributes:
+        head: folder of an augmented checkpoint; null for a fresh head.
+        traffic: folder of a log (``serve/generate.py --log``, ``mtp.TrafficLog``) to train on beside ``data.path``.
+        traffic_share: of the trained tokens of a pass, those that are the log's.  The others are of distilled rows, so
+            that the head does not forget them.
+        replace: let ``start.head``, then a symbolic link, lead to the new head if that passes the comparison.
+        gate_rows: held-out rows that both heads are decoded with.
+        gate_tolerance: the fall of the mean accepted length, as a share of it, that has to be ruled out with 95 %
+            confidence; the new head must not be below the old one on the rows themselves either.
+    """
+
+    head: str | None = None
+    traffic: str | None = None
+    traffic_share: float = 0.5
+    replace: bool = False
+    gate_rows: int = 128
+    gate_tolerance: float = 0.02
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     """Acceptance on held-out rows, with the real decoder.
 
@@ -211,6 +237,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
     head: HeadSection = field(default_factory=HeadSection)
+    start: StartConfig = field(default_factory=StartConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 

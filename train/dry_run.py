@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from mtp.checkpoint import load_head
-from train.assembly import Ingredients, assemble, fresh_head, gather
+from train.assembly import Ingredients, assemble, first_head, gather
 from train.batches import BatchOrder
 from train.config import ConfigError, RunConfig
 from train.data import DataError, Row, length_batches
@@ -82,7 +82,7 @@ def dry_run(config: RunConfig) -> DryRun | None:
     started = time.perf_counter()
     parts = gather(config)
     accelerator = parts.accelerator
-    sources = plan_sources(config, parts.target, fresh_head(config, parts), parts.train, parts.held_out)
+    sources = plan_sources(config, parts.target, first_head(config, parts), parts.train, parts.held_out)
     features = sources.estimate(accelerator.num_processes)
     if features.rate is None:
         features = replace(features, rate=target_rate(sources.train) * accelerator.num_processes)

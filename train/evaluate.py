@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from mtp.heads import Head, Prediction, TrainingBatch
 from mtp.model import SpeculativeModel
+from mtp.planner import Planner
 from mtp.stats import AcceptanceStats
 from mtp.target import Target
 from train.batches import training_batch
@@ -214,8 +215,14 @@ def chunks_by_category(rows: Sequence[Row], size: int) -> list[list[Row]]:
 
 def _decode(model: SpeculativeModel, rows: Sequence[Row], max_new_tokens: int, nodes: int) -> DecodedChunk:
     planner = Watching(nodes)
+    output = decode_greedily(model, rows, max_new_tokens, planner)
+    return DecodedChunk(rows[0].category, output.acceptance, planner.reliability)
+
+
+def decode_greedily(model: SpeculativeModel, rows: Sequence[Row], max_new_tokens: int, planner: Planner) -> Any:
+    """A batch of prompts answered as the data was distilled: the ``SpeculativeOutput``."""
     tokens, mask = left_padded([row.prompt_ids for row in rows], model.target.device)
-    output = model.generate(
+    return model.generate(
         tokens,
         attention_mask=mask,
         do_sample=False,
@@ -226,4 +233,3 @@ def _decode(model: SpeculativeModel, rows: Sequence[Row], max_new_tokens: int, n
         pad_token_id=0,
         return_dict_in_generate=True,
     )
-    return DecodedChunk(rows[0].category, output.acceptance, planner.reliability)

@@ -11,16 +11,21 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
 
 import torch
 from transformers.utils import logging as transformers_logging
 
+from mtp.files import write_json
 from mtp.support import UnsupportedTargetError
 from train.assembly import build_trainer
 from train.config import ConfigError, RunConfig
 from train.data import DataError
 from train.dry_run import dry_run
+from train.gate import compare_heads, put_in_place
+from train.loop import Trainer
 from train.recipe import load_config
+from train.traffic import fixed_rows
 
 
 def run(config: RunConfig) -> None:
@@ -31,9 +36,29 @@ def run(config: RunConfig) -> None:
         return
     trainer = build_trainer(config)
     result = trainer.run()
-    trainer.accelerator.end_training()
     if trainer.accelerator.is_main_process:
         print(f"mean accepted length {result['mean_accepted_length']:.2f}; head in {trainer.output / 'best'}")
+    if config.start.head is not None:
+        compare_with_start(trainer, Path(config.start.head))
+    trainer.accelerator.end_training()
+
+
+def compare_with_start(trainer: Trainer, start: Path) -> None:
+    """Say whether the new head is as good as the one in ``start``, and replace that if the recipe wants it."""
+    old, new = start.resolve(), trainer.output / "best"
+    rows = fixed_rows(trainer.held_out.rows)
+    comparison = compare_heads(trainer.config, trainer.target, old, new, rows, trainer.decoding_share)
+    if not trainer.accelerator.is_main_process:
+        return
+    write_json(trainer.output / "gate.json", {"old": str(old), "new": str(new), **comparison.to_dict()})
+    print(comparison.sentence())
+    if not comparison.passes:
+        print(f"The new head does not pass: {start} stays as it is.")
+    elif trainer.config.start.replace:
+        put_in_place(start, old, new)
+        print(f"{start} leads to {new} now; the head before it is still in {old}.")
+    else:
+        print("The new head passes.")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -177,8 +177,7 @@ class Trainer:
         The best head so far is kept in ``output/best``.
         """
         self._collect_weights()
-        # The processes of a sharded target run each pass together, so all of them do all of the work.
-        share = ALONE if isinstance(self.target, ShardedTarget) else self.share
+        share = self.decoding_share
         result = {**evaluate(self.head, self.held_out, self.config, share), "step": self.progress.step}
         self.log.event({"event": "evaluation", **result, "stages": result["seconds"]}, self.progress)
         tau, counted = result["mean_accepted_length"], result["held_out"]
@@ -194,6 +193,12 @@ class Trainer:
             self._export("best", result)
         self.accelerator.wait_for_everyone()
         return result
+
+    @property
+    def decoding_share(self) -> Share:
+        """The part of an evaluation that this process does."""
+        # The processes of a sharded target run each pass together, so all of them do all of the work.
+        return ALONE if isinstance(self.target, ShardedTarget) else self.share
 
     def _seen_states(self) -> FeatureSource:
         """The training rows' states as the head reads them."""
@@ -244,7 +249,7 @@ class Trainer:
         """Hand the head to the engine, at the newest checkpoint or freshly started."""
         if self.checkpoint is not None:
             check_resumable(self.accelerator, self.checkpoint, self.config)
-        elif self.config.head.warm_start_positions > 0:
+        elif self.config.start.head is None and self.config.head.warm_start_positions > 0:
             self._warm_start()  # first: some engines take a copy of the weights when they are handed them
         self.module, self.optimizer, self.scheduler = self._prepare()
         if self.checkpoint is not None:
