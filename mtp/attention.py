@@ -94,12 +94,16 @@ class AttentionPass:
 
         Every token sees all of the prefix then: there is one row, so no unused slots, and no window that is too short.
         """
-        end = self.start + self.staged_mask.shape[2]
-        if len(self.lengths) > 1 or (local_size is not None and end > local_size):
+        if len(self.lengths) > 1 or (local_size is not None and self.end > local_size):
             return False
         opens = merged_attention.pays(device, self.start, self.staged_mask.shape[2])
         self._has_open_prefix |= opens
         return opens
+
+    @property
+    def end(self) -> int:
+        """One past the last staged slot."""
+        return self.start + self.staged_mask.shape[2]
 
     @property
     def expects_no_mask(self) -> bool:

@@ -20,7 +20,7 @@ from mtp.sampling import NodeScores, TargetSampler
 from mtp.stats import AcceptanceStats, Drift
 from mtp.target import Target
 from mtp.tree import TokenTree
-from mtp.verify import Verdict
+from mtp.verify import Outcome
 
 SPARE = 128  # slots for staged nodes, so that the cache's buffers need not grow in the first round
 
@@ -178,14 +178,18 @@ class Decoder:
                 tree, output.logits, [row.ids[:-1] for row in rows], [row.index for row in rows]
             )
             verdict = self.sampler.verify(scores)
+            outcome = Outcome.of(tree, verdict)  # the one point of a round at which the host waits for the device
+            verdict = verdict.narrowed(max(map(len, outcome.paths)))
         with self.stats.timed("other"):
-            counts = self._commit_tokens(rows, scores, verdict)
+            counts = self._commit_tokens(rows, scores, outcome)
         with self.stats.timed("commit"):
-            longest = max(at + count for at, count in zip(self._lengths, counts, strict=True))
             self._lengths = [at + count for at, count in zip(self._lengths, counts, strict=True)]
-            kept = torch.tensor(counts, device=verdict.path.device)
+            # Fewer than the verdict's only where a row ends inside its block.
+            whole = counts == [len(path) for path in outcome.paths]
+            kept = verdict.counts if whole else torch.tensor(counts, device=verdict.path.device)
             path = verdict.path[:, : max(counts)]
-            cache.commit(path, kept, longest)
+            in_order = len(counts) == 1 and outcome.paths[0][: counts[0]] == list(range(counts[0]))
+            cache.commit(None if in_order else path, kept, max(self._lengths))
         with self.stats.timed("draft"):
             self.drafter.observe_tree(tree, output.logits, verdict)
             self.drafter.observe(_states_along(path, kept, tree, output.hidden, output.taps))
@@ -193,7 +197,7 @@ class Decoder:
             RoundReport(
                 drafted=budget is not None,
                 committed=sum(counts) / len(counts),
-                promised=None if tree.worth is None else float(tree.worth.sum(1).mean()) - 1,
+                promised=None if outcome.promised is None else sum(outcome.promised) / len(counts) - 1,
                 seconds=time.perf_counter() - started,
                 tree=tree,
                 verdict=verdict,
@@ -201,29 +205,26 @@ class Decoder:
         )
         return verdict.next_token
 
-    def _commit_tokens(self, rows: list[Row], scores: NodeScores, verdict: Verdict) -> list[int]:
+    def _commit_tokens(self, rows: list[Row], scores: NodeScores, outcome: Outcome) -> list[int]:
         """Append each row's accepted tokens up to its end; returns how many path nodes belong into the cache."""
-        tree = scores.tree
-        tokens = tree.tokens.gather(1, verdict.path).tolist()
-        next_tokens, counts = verdict.next_token.tolist(), verdict.counts.tolist()
-        drafted = (tree.valid.sum(1) - 1).tolist()
         committed = []
         for at, row in enumerate(rows):
-            block = [*tokens[at][1 : counts[at]], next_tokens[at]]
+            path, drafted = outcome.paths[at], outcome.drafted[at]
+            block = [*outcome.tokens[at][1:], outcome.next_tokens[at]]
             used = 0
-            for token in block:
+            for node, token in zip(path, block, strict=True):
                 if self.settings.keep_scores:
-                    row.scores.append(scores(at, int(verdict.path[at, used])).clone())
+                    row.scores.append(scores(at, node).clone())
                 if self.settings.keep_logits:
-                    row.logits.append(scores.logits[at, verdict.path[at, used]].float())
-                self._append(row, token, kept=used < counts[at] - 1)
+                    row.logits.append(scores.logits[at, node].float())
+                self._append(row, token, kept=used < len(path) - 1)
                 used += 1
                 if used < len(block) and self.stop.ends(row):
                     break
-            committed.append(min(used, counts[at]))
-            self.stats.record(kept=min(counts[at] - 1, used), committed=used, drafted=drafted[at])
-            if drafted[at] and self.drift is not None and tree.worth is not None:
-                self.drift.record(used, float(tree.worth[at].sum()))
+            committed.append(used)
+            self.stats.record(kept=min(len(path) - 1, used), committed=used, drafted=drafted)
+            if drafted and self.drift is not None and outcome.promised is not None:
+                self.drift.record(used, outcome.promised[at])
         return committed
 
     def _prefill(
@@ -246,7 +247,7 @@ class Decoder:
         attention = AttentionPass.over_chain(ids.shape[1], cache.lengths, cache.start)
         last, inverse = (counts - 1).unique(return_inverse=True)
         output = self.target.forward(ids, cache, attention, self.drafter.taps, logits_at=last)
-        cache.commit(torch.arange(ids.shape[1], device=device).expand_as(ids), counts, longest)
+        cache.commit(None, counts, longest)
         logits = output.logits[torch.arange(len(prompts), device=device), inverse]
         states = TargetStates(ids, output.hidden, output.taps, counts)
         self.drafter.share(cache)
@@ -289,8 +290,9 @@ class Decoder:
 
     def _within_positions(self, tree: TokenTree) -> TokenTree:
         """Guesses past the target's last position are not made: the last tokens are decoded plainly."""
-        limit = self.target.max_positions
-        if limit is None or max(self._lengths) + int(tree.depths.max()) < limit:
+        limit, longest = self.target.max_positions, max(self._lengths)
+        # No path is longer than the tree has nodes; how deep it is has to be asked near the limit alone.
+        if limit is None or longest + tree.num_nodes <= limit or longest + int(tree.depths.max()) < limit:
             return tree
         return TokenTree.root_only(tree.tokens[:, 0])
 

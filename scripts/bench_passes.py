@@ -60,7 +60,7 @@ def variants(target: Target, head: Drafter | None, context: int, nodes: list[int
     taps = head.taps if head is not None else ()
     cache = target.new_cache(1, context + max(nodes) + 8)
     output = target.forward(ids, cache, AttentionPass.over_chain(context, cache.lengths, 0), taps)
-    cache.commit(torch.arange(context, device=ids.device)[None], torch.tensor([context], device=ids.device), context)
+    cache.commit(None, torch.tensor([context], device=ids.device), context)
     plain = DynamicCache(config=target.causal_lm.config)
     with torch.no_grad():
         target.causal_lm(ids, **{cache_argument(type(target.causal_lm)): plain})

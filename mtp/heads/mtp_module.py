@@ -217,8 +217,7 @@ class MtpModuleHead(AutoregressiveHead):
         _, x = self.combine(self._embed(following), self.read_states(states))
         cache.stage(x.shape[1])
         streamed = self.layer(x, AttentionPass.over_chain(x.shape[1], cache.lengths, cache.start), cache)
-        everything = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
-        cache.commit(everything, states.counts, int((cache.lengths + states.counts).max()))
+        cache.commit(None, states.counts, cache.longest_with(states.counts))
         self.state.unread = None
         hidden = self._hidden(gather_positions(streamed, last))
         return hidden, self.guess(hidden)
