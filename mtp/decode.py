@@ -22,7 +22,7 @@ from mtp.target import Target
 from mtp.tree import TokenTree
 from mtp.verify import Outcome
 
-SPARE = 128  # slots for staged nodes, so that the cache's buffers need not grow in the first round
+SPARE = 128  # least slots for staged nodes: drafters that use the target's cache stage more than the tree holds
 
 
 @dataclass(eq=False)  # a row is itself: two rows with the same tokens are still two
@@ -235,8 +235,7 @@ class Decoder:
         self._lengths = [len(prompt) for prompt in prompts]
         longest = max(self._lengths)
         self._refuse_long(longest)
-        budget = max((self.stop.max_length or longest) - min(len(row) for row in padded), 0)
-        capacity = longest + min(budget, 4096) + SPARE
+        capacity = self._capacity(longest, min(len(row) for row in padded))
         cache = past.rewind(prompts[0], self.drafter) if past is not None else None
         cache = cache or self.target.new_cache(len(prompts), capacity)
         cache.reserve(capacity)
@@ -257,6 +256,18 @@ class Decoder:
             self.drafter.start(states, capacity)
         rows, pending = self._first_tokens(padded, logits)
         return rows, cache, pending
+
+    def _capacity(self, longest: int, shortest_padded: int) -> int:
+        """Slots for the longest text there can be, and the largest tree behind it: buffers are made once.
+
+        Args:
+            longest: tokens of the longest prompt.
+            shortest_padded: of the shortest one, padding included, from which the length of the answer is counted.
+        """
+        end = longest + max((self.stop.max_length or 0) - shortest_padded, 0)
+        if self.target.max_positions is not None:
+            end = min(end, self.target.max_positions)
+        return end + max(SPARE, self.settings.planner.nodes)
 
     def _first_tokens(self, padded: list[list[int]], logits: Tensor) -> tuple[list[Row], Tensor]:
         """The rows with the token that follows each prompt, chosen from ``logits [B, V]``; and these tokens ``[B]``."""

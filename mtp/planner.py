@@ -45,9 +45,11 @@ class Planner(ABC):
 
     Attributes:
         is_fixed: what it decides depends on nothing that it learns, such as times.
+        nodes: most nodes of a tree.
     """
 
     is_fixed: bool = False
+    nodes: int
 
     @abstractmethod
     def prepare(self, batch: int) -> None:
