@@ -93,12 +93,13 @@ def measure(timed: dict[str, Callable[[], None]], rounds: int, device: torch.dev
     return seconds
 
 
-def table_of(seconds: dict[str, list[float]], title: str) -> Table:
-    base = statistics.median(seconds["transformers step"])
-    table = Table("pass", "median ms", "fastest", "of a transformers step", title=title)
+def table_of(seconds: dict[str, list[float]], title: str, base: str = "transformers step") -> Table:
+    """Medians, and their ratios to the median of ``base``."""
+    table = Table("pass", "median ms", "fastest", f"of a {base}", title=title)
+    unit = statistics.median(seconds[base])
     for name, values in seconds.items():
         median = statistics.median(values)
-        table.add_row(name, f"{median * 1e3:.1f}", f"{min(values) * 1e3:.1f}", f"{median / base:.2f}")
+        table.add_row(name, f"{median * 1e3:.1f}", f"{min(values) * 1e3:.1f}", f"{median / unit:.2f}")
     return table
 
 
