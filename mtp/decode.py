@@ -201,13 +201,14 @@ class Decoder:
                 seconds=time.perf_counter() - started,
                 tree=tree,
                 verdict=verdict,
+                outcome=outcome,
             )
         )
         return verdict.next_token
 
     def _commit_tokens(self, rows: list[Row], scores: NodeScores, outcome: Outcome) -> list[int]:
         """Append each row's accepted tokens up to its end; returns how many path nodes belong into the cache."""
-        committed = []
+        committed, promised = [], outcome.promised
         for at, row in enumerate(rows):
             path, drafted = outcome.paths[at], outcome.drafted[at]
             block = [*outcome.tokens[at][1:], outcome.next_tokens[at]]
@@ -223,8 +224,8 @@ class Decoder:
                     break
             committed.append(used)
             self.stats.record(kept=min(len(path) - 1, used), committed=used, drafted=drafted)
-            if drafted and self.drift is not None and outcome.promised is not None:
-                self.drift.record(used, outcome.promised[at])
+            if drafted and self.drift is not None and promised is not None:
+                self.drift.record(used, promised[at])
         return committed
 
     def _prefill(

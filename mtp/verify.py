@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Verdict:
         return replace(self, path=self.path[:, :width])
 
 
-PARTS = 2**20  # promised guesses are read back in parts of one, between the token ids
+PARTS = 2**20  # worths are read back in parts of one, between the token ids
 
 
 @dataclass(frozen=True)
@@ -61,29 +62,44 @@ class Outcome:
         tokens: their token ids, the root's first.
         next_tokens: what follows each path.
         drafted: valid guesses in each row's tree.
-        promised: what the tree's worths add up to, the root's 1 included; None where the drafter cannot tell.
+        worths: of each row's nodes; None where the drafter cannot tell.
+        depths: of each row's nodes.
     """
 
     paths: list[list[int]]
     tokens: list[list[int]]
     next_tokens: list[int]
     drafted: list[int]
-    promised: list[float] | None
+    worths: list[list[float]] | None
+    depths: list[list[int]]
 
     @classmethod
     def of(cls, tree: TokenTree, verdict: Verdict) -> Outcome:
         """Wait for the device, once."""
-        worth = torch.zeros_like(verdict.counts) if tree.worth is None else (tree.worth.sum(1) * PARTS).round().long()
-        numbers = [verdict.counts, verdict.next_token, tree.valid.sum(1) - 1, worth]
-        together = torch.cat([torch.stack(numbers, dim=1), verdict.path, tree.tokens.gather(1, verdict.path)], dim=1)
-        rows, width = together.tolist(), verdict.path.shape[1]
+        numbers = torch.stack([verdict.counts, verdict.next_token, tree.valid.sum(1) - 1], dim=1)
+        parts = [numbers, verdict.path, tree.tokens.gather(1, verdict.path), tree.depths]
+        if tree.worth is not None:
+            parts.append((tree.worth * PARTS).round().long())
+        ends = list(accumulate(part.shape[1] for part in parts))
+        rows = torch.cat(parts, dim=1).tolist()
+
+        def part(which: int) -> list[list[int]]:
+            return [row[ends[which - 1] if which else 0 : ends[which]] for row in rows]
+
+        counts, next_tokens, drafted = zip(*part(0), strict=True)
         return cls(
-            paths=[row[4 : 4 + row[0]] for row in rows],
-            tokens=[row[4 + width : 4 + width + row[0]] for row in rows],
-            next_tokens=[row[1] for row in rows],
-            drafted=[row[2] for row in rows],
-            promised=None if tree.worth is None else [row[3] / PARTS for row in rows],
+            paths=[path[:count] for path, count in zip(part(1), counts, strict=True)],
+            tokens=[tokens[:count] for tokens, count in zip(part(2), counts, strict=True)],
+            next_tokens=list(next_tokens),
+            drafted=list(drafted),
+            worths=None if tree.worth is None else [[worth / PARTS for worth in row] for row in part(4)],
+            depths=part(3),
         )
+
+    @property
+    def promised(self) -> list[float] | None:
+        """What each row's worths add up to, the root's 1 included."""
+        return None if self.worths is None else [sum(row) for row in self.worths]
 
 
 class Randomness:

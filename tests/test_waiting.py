@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_planner import GPU, KnownCosts
 from tiny import random_prompts, tiny_head, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +18,7 @@ from mtp.decode import Decoder
 from mtp.heads import HEADS
 from mtp.heads.growing import GrowingHead
 from mtp.model import SpeculativeModel
+from mtp.planner import CostPlanner
 
 # What reads a number, or needs one to know the shape of its result.
 WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim"}
@@ -99,6 +101,18 @@ def test_a_drafted_round_waits_once(family: str, architecture: str, monkeypatch:
     assert rounds[:-1] == [Counter(tolist=1)] * (len(rounds) - 1)
     # The last one may end inside its block, and then says so to the device.
     assert rounds[-1] in (Counter(tolist=1), Counter(tolist=1, tensor=1))
+
+
+@pytest.mark.parametrize("family", GROWING)
+def test_a_planned_round_waits_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees are sized by the round before, so that nothing of the one at hand is asked for."""
+    target = tiny_target("llama")
+    model = SpeculativeModel(target, tiny_head(family, target))
+    planner = CostPlanner(KnownCosts(GPU), nodes=16, ahead=True)
+    planner.resting = 0
+    rounds = waits_of_rounds(model, monkeypatch, planner=planner)[1:-1]
+    assert len(rounds) > 5
+    assert rounds == [Counter(tolist=1)] * len(rounds)
 
 
 def test_the_count_sees_what_waits() -> None:

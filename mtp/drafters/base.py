@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -102,7 +104,11 @@ class RoundCosts:
             nodes a row, the root included, and tokens a second of a row.
         """
         count = min(worths.shape[1], len(self.verify) - 2)
-        accepted = worths.topk(count, dim=1).values.mean(0).cumsum(0).tolist() if count > 0 else []
+        return self.best_of(worths.topk(count, dim=1).values.mean(0).tolist() if count > 0 else [], levels)
+
+    def best_of(self, worths: Sequence[float], levels: int) -> tuple[int, float]:
+        """``best`` from the rows' mean worths, in falling order."""
+        accepted = accumulate(worths[: len(self.verify) - 2])
         spent = self.first + self.level * (levels - 1) + self.other
         rates = [
             (1 + self.trust * kept) / (spent + self.verify[nodes])
