@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the field's customary name
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from mtp import merged_attention
 from mtp.tree import TokenTree
 
 ATTENTION_NAME = "mtp_tree"
@@ -38,7 +39,7 @@ class AttentionPass:
 
     Args:
         lengths: ``[B]`` committed tokens of each row.
-        start: slot of the first staged token.
+        start: slot of the first staged token: the length of the longest row, and so of a single one.
         positions: ``[B, T]`` positions of this pass's tokens (the queries).
         staged_mask: ``[B, T, S]`` which of the S staged tokens each query sees, itself included.
         staged_positions: ``[B, S]`` positions of all staged tokens.
@@ -66,7 +67,9 @@ class AttentionPass:
         self.causal = causal
         self.calls = 0
         self._visible: dict[torch.device, Tensor] = {}
-        self._biases: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._biases: dict[tuple[int | None, int, torch.dtype, torch.device], tuple[Tensor | None, Tensor]] = {}
+        self._own_biases: dict[tuple[int, torch.device], Tensor] = {}
+        self._has_open_prefix = False
 
     @classmethod
     def over_tree(cls, tree: TokenTree, lengths: Tensor, start: int) -> AttentionPass:
@@ -85,6 +88,27 @@ class AttentionPass:
     def is_plain(self, local_size: int | None) -> bool:
         """Whether the mask of layers with this window or chunk (None: neither) is a causal triangle."""
         return self.causal and (local_size is None or self.positions.shape[1] <= local_size)
+
+    def opens_prefix(self, local_size: int | None, device: torch.device) -> bool:
+        """Whether layers with this window or chunk can do without a mask over the prefix, and are faster for it.
+
+        Every token sees all of the prefix then: there is one row, so no unused slots, and no window that is too short.
+        """
+        if len(self.lengths) > 1 or (local_size is not None and self.end > local_size):
+            return False
+        opens = merged_attention.pays(device, self.start, self.staged_mask.shape[2])
+        self._has_open_prefix |= opens
+        return opens
+
+    @property
+    def end(self) -> int:
+        """One past the last staged slot."""
+        return self.start + self.staged_mask.shape[2]
+
+    @property
+    def expects_no_mask(self) -> bool:
+        """Whether some layers were told that they need no mask."""
+        return self.causal or self._has_open_prefix
 
     def mask(self, pattern: Pattern | None, device: torch.device) -> Tensor:
         """``[B, T, start + S]`` bool, True where query t sees slot s.
@@ -105,15 +129,25 @@ class AttentionPass:
         head = torch.zeros((), dtype=torch.long, device=device)
         return visible & pattern(rows[:, None, None], head, self.positions.to(device)[:, :, None], keys[:, None])
 
-    def bias(self, mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-        """``mask_bias`` of a ``mask [B, 1, T, S]`` that several layers share, computed once a pass."""
-        key = (id(mask), groups, dtype)
+    def bias(self, mask: Tensor | None, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``mask_bias`` of a ``mask [B, 1, T, S]`` (None: of all that the pass shows) that several layers share.
+
+        Computed once a pass.
+        """
+        key = (None if mask is None else id(mask), groups, dtype, device)
         if key not in self._biases:
             if len(self._biases) == KINDS_OF_MASK:  # a model that makes a mask for every layer
                 self._biases.clear()
+            visible = self.mask(None, device) if mask is None else mask[:, 0]
             # The mask is kept too, so that its id stays its own.
-            self._biases[key] = (mask, mask_bias(mask[:, 0], groups, dtype))
+            self._biases[key] = (mask, mask_bias(visible, groups, dtype))
         return self._biases[key][1]
+
+    def own_bias(self, groups: int, device: torch.device) -> Tensor:
+        """``mask_bias`` over the staged tokens alone, ``[B, 1, groups * T, S]`` in float32, computed once a pass."""
+        if (groups, device) not in self._own_biases:
+            self._own_biases[groups, device] = mask_bias(self.staged_mask.to(device), groups, torch.float32)
+        return self._own_biases[groups, device]
 
     def additive_mask(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """``[B, 1, T, start + S]``: 0 where query t sees slot s, else the lowest number of ``dtype``."""
@@ -206,12 +240,12 @@ def tree_mask(
         allow_is_causal_skip: whether the pattern is just what ``local_size`` says.
 
     Returns:
-        ``[B, 1, T, S]`` bool, or None for a causal triangle.
+        ``[B, 1, T, S]`` bool; None for a causal triangle, or where all tokens see the whole prefix.
     """
-    current = _current_pass.get()
-    if allow_is_causal_skip and current.is_plain(local_size):
+    current, device = _current_pass.get(), torch.device(device)
+    if allow_is_causal_skip and (current.is_plain(local_size) or current.opens_prefix(local_size, device)):
         return None
-    return current.mask(mask_function, torch.device(device))[:, None]
+    return current.mask(mask_function, device)[:, None]
 
 
 def tree_attention(
@@ -242,7 +276,7 @@ def tree_attention(
             )
     current = _current_pass.get()
     current.calls += 1
-    if (attention_mask is None and not current.causal) or (
+    if (attention_mask is None and not current.expects_no_mask) or (
         attention_mask is not None and attention_mask.dtype != torch.bool
     ):
         found = "none" if attention_mask is None else f"one of {attention_mask.dtype}"
@@ -252,9 +286,12 @@ def tree_attention(
         )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    bias = None
-    if attention_mask is not None:
-        bias = current.bias(attention_mask, query.shape[1] // key.shape[1], query.dtype)
+    if attention_mask is None and current.causal:
+        return attend(query, key, value, None, scaling, softcap, s_aux), None
+    groups = query.shape[1] // key.shape[1]
+    if attention_mask is None and softcap is None and s_aux is None and merged_attention.is_possible(query, value):
+        return merged_attention.attend_merged(query, key, value, current.own_bias(groups, query.device), scaling), None
+    bias = current.bias(attention_mask, groups, query.dtype, query.device)
     return attend(query, key, value, bias, scaling, softcap, s_aux), None
 
 

@@ -123,26 +123,33 @@ class TreeCache(Cache):
         """Called by the model's attention layers; returns all keys and values up to ``end``."""
         return self.tree_layers[layer_idx].update(key_states, value_states)
 
-    def commit(self, path: Tensor, counts: Tensor, longest: int) -> None:
+    def commit(self, path: Tensor | None, counts: Tensor, longest: int) -> None:
         """Keep ``path[b, :counts[b]]`` of the staged nodes as row b's next tokens; forget the other staged nodes.
 
         Args:
-            path: ``[B, A]`` indices of staged nodes; entries past ``counts`` may be any valid index.
+            path: ``[B, A]`` indices of staged nodes; entries past ``counts`` may be any valid index.  None for the
+                first ``counts[b]`` in order, which, where rows are not of different lengths, stay where they are.
             counts: ``[B]`` tokens to keep a row, at most A.
             longest: the largest committed length afterwards, known to the caller, which spares a device sync.
         """
-        width = path.shape[1]
-        offsets = torch.arange(width, device=path.device)
-        source = self.start + path
-        # Entries past a row's count land beyond its new length: garbage where garbage already is.
-        target = self.lengths[:, None] + offsets
-        in_place = path.shape[0] == 1 and bool((path == offsets).all())
+        in_place = path is None and (len(self.lengths) == 1 or self.start == 0)
         if not in_place:
+            offsets = torch.arange(self.num_staged if path is None else path.shape[1], device=self.lengths.device)
+            source = self.start + (offsets.expand(len(self.lengths), -1) if path is None else path)
+            # Entries past a row's count land beyond its new length: garbage where garbage already is.
+            target = self.lengths[:, None] + offsets
             for layer in self.tree_layers:
-                device = layer.keys.device if layer.keys is not None else path.device
+                device = layer.keys.device if layer.keys is not None else source.device
                 layer.move(source.to(device), target.to(device))
         self.lengths = self.lengths + counts
         self.start = self.end = longest
+
+    def longest_with(self, counts: Tensor) -> int:
+        """The largest length once the first ``counts [B]`` staged tokens of each row are kept.
+
+        A single row keeps all that is staged, so that the device need not be asked.
+        """
+        return self.end if len(counts) == 1 else int((self.lengths + counts).max())
 
     def discard(self) -> None:
         """Forget all staged nodes."""

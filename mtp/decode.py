@@ -20,9 +20,9 @@ from mtp.sampling import NodeScores, TargetSampler
 from mtp.stats import AcceptanceStats, Drift
 from mtp.target import Target
 from mtp.tree import TokenTree
-from mtp.verify import Verdict
+from mtp.verify import Outcome
 
-SPARE = 128  # slots for staged nodes, so that the cache's buffers need not grow in the first round
+SPARE = 128  # least slots for staged nodes: drafters that use the target's cache stage more than the tree holds
 
 
 @dataclass(eq=False)  # a row is itself: two rows with the same tokens are still two
@@ -178,14 +178,18 @@ class Decoder:
                 tree, output.logits, [row.ids[:-1] for row in rows], [row.index for row in rows]
             )
             verdict = self.sampler.verify(scores)
+            outcome = Outcome.of(tree, verdict)  # the one point of a round at which the host waits for the device
+            verdict = verdict.narrowed(max(map(len, outcome.paths)))
         with self.stats.timed("other"):
-            counts = self._commit_tokens(rows, scores, verdict)
+            counts = self._commit_tokens(rows, scores, outcome)
         with self.stats.timed("commit"):
-            longest = max(at + count for at, count in zip(self._lengths, counts, strict=True))
             self._lengths = [at + count for at, count in zip(self._lengths, counts, strict=True)]
-            kept = torch.tensor(counts, device=verdict.path.device)
+            # Fewer than the verdict's only where a row ends inside its block.
+            whole = counts == [len(path) for path in outcome.paths]
+            kept = verdict.counts if whole else torch.tensor(counts, device=verdict.path.device)
             path = verdict.path[:, : max(counts)]
-            cache.commit(path, kept, longest)
+            in_order = len(counts) == 1 and outcome.paths[0][: counts[0]] == list(range(counts[0]))
+            cache.commit(None if in_order else path, kept, max(self._lengths))
         with self.stats.timed("draft"):
             self.drafter.observe_tree(tree, output.logits, verdict)
             self.drafter.observe(_states_along(path, kept, tree, output.hidden, output.taps))
@@ -193,37 +197,35 @@ class Decoder:
             RoundReport(
                 drafted=budget is not None,
                 committed=sum(counts) / len(counts),
-                promised=None if tree.worth is None else float(tree.worth.sum(1).mean()) - 1,
+                promised=None if outcome.promised is None else sum(outcome.promised) / len(counts) - 1,
                 seconds=time.perf_counter() - started,
                 tree=tree,
                 verdict=verdict,
+                outcome=outcome,
             )
         )
         return verdict.next_token
 
-    def _commit_tokens(self, rows: list[Row], scores: NodeScores, verdict: Verdict) -> list[int]:
+    def _commit_tokens(self, rows: list[Row], scores: NodeScores, outcome: Outcome) -> list[int]:
         """Append each row's accepted tokens up to its end; returns how many path nodes belong into the cache."""
-        tree = scores.tree
-        tokens = tree.tokens.gather(1, verdict.path).tolist()
-        next_tokens, counts = verdict.next_token.tolist(), verdict.counts.tolist()
-        drafted = (tree.valid.sum(1) - 1).tolist()
-        committed = []
+        committed, promised = [], outcome.promised
         for at, row in enumerate(rows):
-            block = [*tokens[at][1 : counts[at]], next_tokens[at]]
+            path, drafted = outcome.paths[at], outcome.drafted[at]
+            block = [*outcome.tokens[at][1:], outcome.next_tokens[at]]
             used = 0
-            for token in block:
+            for node, token in zip(path, block, strict=True):
                 if self.settings.keep_scores:
-                    row.scores.append(scores(at, int(verdict.path[at, used])).clone())
+                    row.scores.append(scores(at, node).clone())
                 if self.settings.keep_logits:
-                    row.logits.append(scores.logits[at, verdict.path[at, used]].float())
-                self._append(row, token, kept=used < counts[at] - 1)
+                    row.logits.append(scores.logits[at, node].float())
+                self._append(row, token, kept=used < len(path) - 1)
                 used += 1
                 if used < len(block) and self.stop.ends(row):
                     break
-            committed.append(min(used, counts[at]))
-            self.stats.record(kept=min(counts[at] - 1, used), committed=used, drafted=drafted[at])
-            if drafted[at] and self.drift is not None and tree.worth is not None:
-                self.drift.record(used, float(tree.worth[at].sum()))
+            committed.append(used)
+            self.stats.record(kept=min(len(path) - 1, used), committed=used, drafted=drafted)
+            if drafted and self.drift is not None and promised is not None:
+                self.drift.record(used, promised[at])
         return committed
 
     def _prefill(
@@ -234,8 +236,7 @@ class Decoder:
         self._lengths = [len(prompt) for prompt in prompts]
         longest = max(self._lengths)
         self._refuse_long(longest)
-        budget = max((self.stop.max_length or longest) - min(len(row) for row in padded), 0)
-        capacity = longest + min(budget, 4096) + SPARE
+        capacity = self._capacity(longest, min(len(row) for row in padded))
         cache = past.rewind(prompts[0], self.drafter) if past is not None else None
         cache = cache or self.target.new_cache(len(prompts), capacity)
         cache.reserve(capacity)
@@ -246,7 +247,7 @@ class Decoder:
         attention = AttentionPass.over_chain(ids.shape[1], cache.lengths, cache.start)
         last, inverse = (counts - 1).unique(return_inverse=True)
         output = self.target.forward(ids, cache, attention, self.drafter.taps, logits_at=last)
-        cache.commit(torch.arange(ids.shape[1], device=device).expand_as(ids), counts, longest)
+        cache.commit(None, counts, longest)
         logits = output.logits[torch.arange(len(prompts), device=device), inverse]
         states = TargetStates(ids, output.hidden, output.taps, counts)
         self.drafter.share(cache)
@@ -256,6 +257,18 @@ class Decoder:
             self.drafter.start(states, capacity)
         rows, pending = self._first_tokens(padded, logits)
         return rows, cache, pending
+
+    def _capacity(self, longest: int, shortest_padded: int) -> int:
+        """Slots for the longest text there can be, and the largest tree behind it: buffers are made once.
+
+        Args:
+            longest: tokens of the longest prompt.
+            shortest_padded: of the shortest one, padding included, from which the length of the answer is counted.
+        """
+        end = longest + max((self.stop.max_length or 0) - shortest_padded, 0)
+        if self.target.max_positions is not None:
+            end = min(end, self.target.max_positions)
+        return end + max(SPARE, self.settings.planner.nodes)
 
     def _first_tokens(self, padded: list[list[int]], logits: Tensor) -> tuple[list[Row], Tensor]:
         """The rows with the token that follows each prompt, chosen from ``logits [B, V]``; and these tokens ``[B]``."""

@@ -12,6 +12,15 @@ from mtp.drafters.base import Budget, Draw
 from mtp.tree import TokenTree
 
 
+def may_ask(device: torch.device) -> bool:
+    """Whether numbers may be read back for a decision that spares work, but is not needed.
+
+    On a CPU they are at hand; elsewhere the host would wait until the device had done all that was asked of it so far,
+    and the device would then wait for the host.
+    """
+    return device.type == "cpu"
+
+
 class BestFirstGrowth:
     """A tree that grows level by level where the drafter is most confident (EAGLE-2, arXiv 2406.16858).
 
@@ -84,11 +93,13 @@ class BestFirstGrowth:
         self._parents.append(self._open[..., None].expand_as(tokens).flatten(1))
 
     def is_settled(self) -> bool:
-        """Whether no deeper node can enter the tree: every open candidate scores below enough others already."""
-        scores = torch.cat(self._scores, dim=1)
+        """Whether it is known that no deeper node can enter the tree: open candidates score below enough others."""
         wanted = self.budget.nodes - 1
         if wanted < 1:
             return True
+        if not may_ask(self.pending.device):
+            return False
+        scores = torch.cat(self._scores, dim=1)
         if scores.shape[1] < wanted:
             return False
         threshold = scores.topk(wanted, dim=1).values[:, -1]
@@ -136,7 +147,9 @@ class BestFirstGrowth:
         size = self.budget.nodes
         if self.budget.costs is not None:
             size = min(self.budget.costs.best(scores.exp(), len(self._scores))[0], size)
-        size = min(size, 1 + int((scores > -torch.inf).sum(1).max()))
+        size = min(size, 1 + scores.shape[1])
+        if may_ask(scores.device):  # children that are none need not be verified either
+            size = min(size, 1 + int((scores > -torch.inf).sum(1).max()))
         best = scores.sort(dim=1, descending=True, stable=True).indices[:, : size - 1]
         # In order of creation, parents come before children.
         return self._assemble(best.sort(dim=1).values)

@@ -19,6 +19,7 @@ from mtp.cost import Costs
 from mtp.decode import Decoder, DecodeSettings, StopRule
 from mtp.drafters import Drafter, Draw, NgramDrafter, PlainDrafter, PredictionDrafter, drafter_by_name
 from mtp.drafters.prediction import predicted_ids
+from mtp.growth import may_ask
 from mtp.heads import Head
 from mtp.padding import by_step, pad_sequences, padding_token, real_tokens
 from mtp.past import Past
@@ -133,7 +134,10 @@ class SpeculativeModel:
         key = type(drafter) if isinstance(drafter, NgramDrafter) else drafter
         if key not in self._planners:
             self._planners[key] = CostPlanner(
-                Costs(self.target, drafter), MOST_NODES, self.drift.expected or EXPECTED_LENGTH
+                Costs(self.target, drafter),
+                MOST_NODES,
+                self.drift.expected or EXPECTED_LENGTH,
+                ahead=not may_ask(self.target.device),
             )
         return self._planners[key]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from mtp.cost import Costs
 from mtp.drafters.base import Budget, RoundCosts
 from mtp.tree import TokenTree
-from mtp.verify import Verdict
+from mtp.verify import Outcome, Verdict
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class RoundReport:
         seconds: wall time of the whole round.
         tree: what was verified.
         verdict: what was decided about it.
+        outcome: both, as far as the host knows them: reading it does not wait for a device.
     """
 
     drafted: bool
@@ -35,6 +36,7 @@ class RoundReport:
     seconds: float
     tree: TokenTree
     verdict: Verdict
+    outcome: Outcome
 
     @property
     def is_bare(self) -> bool:
@@ -47,9 +49,11 @@ class Planner(ABC):
 
     Attributes:
         is_fixed: what it decides depends on nothing that it learns, such as times.
+        nodes: most nodes of a tree.
     """
 
     is_fixed: bool = False
+    nodes: int
 
     @abstractmethod
     def prepare(self, batch: int) -> None:
@@ -87,6 +91,7 @@ MARGIN = 0.97  # drafting goes on while it is at least this fast as plain decodi
 FIRST_ROUNDS = 2  # decoded plainly before anything else: what they take is what drafting has to beat
 FIRST_REST, LONGEST_REST = 16, 128  # rounds decoded plainly before drafting is tried again
 TRUST_RANGE = (0.1, 1.5)
+FIRST_AHEAD = (8, 3)  # nodes and levels of the first tree that is sized ahead
 FAITH = 2.0  # rounds' worth of the acceptance that was measured, before any is seen
 SPIKE = 2.0  # times the usual: what a round takes beyond that is put down to the machine
 
@@ -122,10 +127,14 @@ class CostPlanner(Planner):
         costs: measured on this machine.
         nodes: most nodes of a tree.
         expected: mean accepted length that the drafter was measured to have.
+        ahead: size each tree by the one before it, with which its numbers came to the host anyway, instead of letting
+            the drafter look at its own: for devices that would have to be waited for.
     """
 
-    def __init__(self, costs: Costs, nodes: int, expected: float = 2.0):
+    def __init__(self, costs: Costs, nodes: int, expected: float = 2.0, ahead: bool = False):
         self.costs = costs
+        self.ahead = ahead
+        self._next_nodes, self._next_levels = FIRST_AHEAD
         self.nodes = nodes
         self.trust = 1.0
         self.resting = FIRST_ROUNDS
@@ -146,6 +155,8 @@ class CostPlanner(Planner):
         if self.resting > 0:
             self.resting -= 1
             return None
+        if self.ahead:
+            return Budget(min(self._next_nodes, self.nodes), self._next_levels)
         return Budget(self.nodes, costs=replace(self._last, trust=self.trust))
 
     def learn(self, report: RoundReport) -> None:
@@ -166,6 +177,8 @@ class CostPlanner(Planner):
             self._kept = FORGET * self._kept + (report.committed - 1)
             self._promised = FORGET * self._promised + report.promised
             self._set_trust()
+            if self.ahead:
+                self._size_next(report.outcome)
         self._tokens = FORGET * self._tokens + report.committed
         self._time = FORGET * self._time + self._drafted_pace.count(time, self._expected(report.tree))
         self._weight = FORGET * self._weight + 1
@@ -190,6 +203,25 @@ class CostPlanner(Planner):
         self._kept = FORGET * self._kept + (1 - FORGET)
         self._promised = FORGET * self._promised + (1 - FORGET)
         self._set_trust()
+
+    def _size_next(self, outcome: Outcome) -> None:
+        """What would have been the best tree this time; one size larger where the whole of it was, one level deeper.
+
+        Sizes are powers of two, so that few shapes occur.
+        """
+        assert self._last is not None
+        assert outcome.worths is not None
+        rows = [
+            sorted(zip(worths, depths, strict=True), reverse=True)
+            for worths, depths in zip(outcome.worths, outcome.depths, strict=True)
+        ]
+        means = [sum(worth for worth, _ in rank) / len(rows) for rank in zip(*rows, strict=True)]
+        levels = max(depth for row in rows for _, depth in row)
+        nodes, _ = replace(self._last, trust=self.trust).best_of(means[1:], levels)
+        deepest = max(depth for row in rows for _, depth in row[:nodes])
+        wanted = 2 * nodes if nodes == len(rows[0]) else nodes
+        self._next_nodes = min(max(1 << (wanted - 1).bit_length(), 2), self.nodes)
+        self._next_levels = deepest + 1
 
     def _set_trust(self) -> None:
         low, high = TRUST_RANGE

@@ -185,7 +185,7 @@ class _Comparison:
         chain = AttentionPass.over_chain(self.count, self.cache.lengths, 0)
         self.choices = target.forward(self.ids, self.cache, chain).logits[0].argmax(-1)
         place = torch.arange(self.count, device=self.ids.device)
-        self.cache.commit(place[None], torch.full_like(self.cache.lengths, self.count), self.count)
+        self.cache.commit(None, torch.full_like(self.cache.lengths, self.count), self.count)
         mask = torch.cat([place[:, None] > place, place[:, None] == place], dim=1)[None]
         twice = torch.cat([place, place])[None]
         # To this pass all slots are staged ones: what a token sees of the text is up to the mask.

@@ -297,7 +297,9 @@ class Target:
 
     def _refuse_changing_angles(self, attention: AttentionPass) -> None:
         limit = self._position_limit
-        if limit is not None and (length := int(attention.positions.max()) + 1) > limit:
+        if limit is None or attention.end <= limit:  # no token's position is past its slot
+            return
+        if (length := int(attention.positions.max()) + 1) > limit:
             raise UnsupportedTargetError(
                 f"A text of {length} tokens: {type(self.causal_lm).__name__} turns all keys anew when a text grows "
                 f"past {limit} tokens (config.rope_parameters), and those in the cache would not fit. Ask for fewer "

@@ -19,7 +19,8 @@ They return the path of nodes, root first, and the token that follows it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class Verdict:
     """What a verifier decided about a batch of trees.
 
     Attributes:
-        path: ``[B, A]`` nodes to commit, the root first; entries past ``counts`` are padding.
+        path: ``[B, A]`` nodes to commit, the root first; entries past ``counts`` are padding, any valid index.
         counts: ``[B]`` nodes on each row's path, at least 1 (the root).
         next_token: ``[B]`` the token after the path: the correction of a refused guess, or the bonus behind a leaf.
     """
@@ -43,6 +44,62 @@ class Verdict:
     path: Tensor
     counts: Tensor
     next_token: Tensor
+
+    def narrowed(self, width: int) -> Verdict:
+        """The same, with paths of ``width`` entries: the largest of ``counts``."""
+        return replace(self, path=self.path[:, :width])
+
+
+PARTS = 2**20  # worths are read back in parts of one, between the token ids
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A verdict and what the loop needs to know of its tree, on the host: read from the device in one transfer.
+
+    Attributes:
+        paths: nodes to commit of each row, without padding.
+        tokens: their token ids, the root's first.
+        next_tokens: what follows each path.
+        drafted: valid guesses in each row's tree.
+        worths: of each row's nodes; None where the drafter cannot tell.
+        depths: of each row's nodes.
+    """
+
+    paths: list[list[int]]
+    tokens: list[list[int]]
+    next_tokens: list[int]
+    drafted: list[int]
+    worths: list[list[float]] | None
+    depths: list[list[int]]
+
+    @classmethod
+    def of(cls, tree: TokenTree, verdict: Verdict) -> Outcome:
+        """Wait for the device, once."""
+        numbers = torch.stack([verdict.counts, verdict.next_token, tree.valid.sum(1) - 1], dim=1)
+        parts = [numbers, verdict.path, tree.tokens.gather(1, verdict.path), tree.depths]
+        if tree.worth is not None:
+            parts.append((tree.worth * PARTS).round().long())
+        ends = list(accumulate(part.shape[1] for part in parts))
+        rows = torch.cat(parts, dim=1).tolist()
+
+        def part(which: int) -> list[list[int]]:
+            return [row[ends[which - 1] if which else 0 : ends[which]] for row in rows]
+
+        counts, next_tokens, drafted = zip(*part(0), strict=True)
+        return cls(
+            paths=[path[:count] for path, count in zip(part(1), counts, strict=True)],
+            tokens=[tokens[:count] for tokens, count in zip(part(2), counts, strict=True)],
+            next_tokens=list(next_tokens),
+            drafted=list(drafted),
+            worths=None if tree.worth is None else [[worth / PARTS for worth in row] for row in part(4)],
+            depths=part(3),
+        )
+
+    @property
+    def promised(self) -> list[float] | None:
+        """What each row's worths add up to, the root's 1 included."""
+        return None if self.worths is None else [sum(row) for row in self.worths]
 
 
 class Randomness:
@@ -69,6 +126,9 @@ def walk(tree: TokenTree, choices: Tensor) -> Verdict:
 
     Args:
         choices: ``[B, N]`` the target's token at every node (its argmax, or a draw from its distribution there).
+
+    Returns:
+        the verdict, with paths as wide as the tree has nodes: how long they are, only the device knows.
     """
     guessed = tree.valid & (choices.gather(1, tree.parents.clamp_min(0)) == tree.tokens)
     guessed[:, 0] = True
@@ -79,7 +139,7 @@ def walk(tree: TokenTree, choices: Tensor) -> Verdict:
     # On a path, node indices rise with depth: sorting the indices of the ancestors puts the path in order.
     nodes = torch.arange(tree.num_nodes, device=choices.device)
     on_path = ancestors.gather(1, deepest[..., None].expand(-1, -1, tree.num_nodes))[:, 0]
-    path = torch.where(on_path, nodes, tree.num_nodes).sort(1).values[:, : int(counts.max())]
+    path = torch.where(on_path, nodes, tree.num_nodes).sort(1).values
     return Verdict(path.clamp_max(tree.num_nodes - 1), counts, choices.gather(1, deepest)[:, 0])
 
 

@@ -63,7 +63,7 @@ def variants(target: Target, head: Drafter | None, context: int, nodes: list[int
     taps = head.taps if head is not None else ()
     cache = target.new_cache(1, context + max(nodes) + 8)
     output = target.forward(ids, cache, AttentionPass.over_chain(context, cache.lengths, 0), taps)
-    cache.commit(torch.arange(context, device=ids.device)[None], torch.tensor([context], device=ids.device), context)
+    cache.commit(None, torch.tensor([context], device=ids.device), context)
     plain = DynamicCache(config=target.causal_lm.config)
     with torch.no_grad():
         target.causal_lm(ids, **{cache_argument(type(target.causal_lm)): plain})
@@ -96,12 +96,13 @@ def measure(timed: dict[str, Callable[[], None]], rounds: int, device: torch.dev
     return seconds
 
 
-def table_of(seconds: dict[str, list[float]], title: str) -> Table:
-    base = statistics.median(seconds["transformers step"])
-    table = Table("pass", "median ms", "fastest", "of a transformers step", title=title)
+def table_of(seconds: dict[str, list[float]], title: str, base: str = "transformers step") -> Table:
+    """Medians, and their ratios to the median of ``base``."""
+    table = Table("pass", "median ms", "fastest", f"of a {base}", title=title)
+    unit = statistics.median(seconds[base])
     for name, values in seconds.items():
         median = statistics.median(values)
-        table.add_row(name, f"{median * 1e3:.1f}", f"{min(values) * 1e3:.1f}", f"{median / base:.2f}")
+        table.add_row(name, f"{median * 1e3:.1f}", f"{min(values) * 1e3:.1f}", f"{median / unit:.2f}")
     return table
 
 

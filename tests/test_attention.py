@@ -148,10 +148,11 @@ def test_layers_that_share_a_mask_share_its_bias_and_others_do_not() -> None:
     tree = TokenTree.from_parents(torch.tensor([[1, 2, 3]]), torch.tensor([[-1, 0, 0]]))
     attention = AttentionPass.over_tree(tree, torch.tensor([2]), start=3)
     masks = [torch.rand(1, 1, 3, 6) < 0.5 for _ in range(10)]
-    assert attention.bias(masks[0], 2, torch.float32) is attention.bias(masks[0], 2, torch.float32)
+    cpu = torch.device("cpu")
+    assert attention.bias(masks[0], 2, torch.float32, cpu) is attention.bias(masks[0], 2, torch.float32, cpu)
     for mask in masks:  # as from a model that makes a mask for every layer
         for dtype in (torch.float32, torch.bfloat16):
-            torch.testing.assert_close(attention.bias(mask, 2, dtype), mask_bias(mask[:, 0], 2, dtype))
+            torch.testing.assert_close(attention.bias(mask, 2, dtype, cpu), mask_bias(mask[:, 0], 2, dtype))
 
 
 @pytest.mark.parametrize("name", ["position_bias", "head_mask"])

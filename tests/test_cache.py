@@ -10,10 +10,12 @@ import torch
 from architectures import ARCHITECTURES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import path_to, random_prompts, random_tree, tiny_target
+from tiny import ClutteringDrafter, path_to, random_prompts, random_tree, tiny_head, tiny_target
 
 from mtp.attention import AttentionPass
 from mtp.cache import GROWTH, TreeCache
+from mtp.drafters import TargetStates
+from mtp.model import SpeculativeModel
 from mtp.target import Target
 
 target_of = lru_cache(tiny_target)
@@ -136,3 +138,51 @@ def test_an_empty_row_behind_nothing_committed_can_be_read_from() -> None:
     cache.stage(1)
     seen, _ = cache.update(keys[:, :, :1] * 0, keys[:, :, :1] * 0, 0)
     assert torch.equal(seen[:, :, 0], keys[:, :, 1])
+
+
+class WatchingDrafter(ClutteringDrafter):
+    """Random trees; notes where the target's buffers lie after every round."""
+
+    def share(self, cache: TreeCache) -> None:
+        self.cache = cache
+        self.places: set[tuple[int, ...]] = set()
+
+    def observe(self, states: TargetStates) -> None:
+        super().observe(states)
+        self.places.add(tuple(layer.keys.data_ptr() for layer in self.cache.layers if layer.keys is not None))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_buffers_stay_where_they_are_to_the_last_position(batch: int) -> None:
+    """As long a text as the target takes, under trees larger than what is kept free for any tree."""
+    target = tiny_target("llama")
+    drafter = WatchingDrafter(nodes=160)
+    prompts = torch.tensor(random_prompts([5] * batch, 12))
+    length = target.config.max_position_embeddings - 5
+    out = SpeculativeModel(target, drafter).generate(prompts, do_sample=False, max_new_tokens=length, nodes=160)
+    assert out.shape[1] == target.config.max_position_embeddings
+    assert len(drafter.places) <= batch  # a row that ends before the other takes its share of the memory with it
+
+
+def test_a_heads_buffers_stay_where_they_are() -> None:
+    target = tiny_target("llama")
+    head = tiny_head("eagle3", target)
+    places = set()
+
+    def watch(row: int, token: int, kept: bool) -> None:
+        places.add(
+            tuple(buffer.data_ptr() for layer in head.state.cache.tree_layers if (buffer := layer.keys) is not None)
+        )
+
+    settings = {"do_sample": False, "max_new_tokens": 80, "on_token": watch}
+    SpeculativeModel(target, head).generate(torch.tensor(random_prompts([5], 13)), **settings)
+    assert len(places - {()}) == 1
+
+
+def test_room_is_made_for_the_longest_answer_but_for_no_position_that_does_not_exist() -> None:
+    target, drafter = tiny_target("llama"), WatchingDrafter(nodes=4)
+    limit = target.config.max_position_embeddings
+    for asked, expected in ((20, 5 + 20), (100_000, limit)):
+        settings = {"do_sample": False, "max_new_tokens": asked, "nodes": 160, "eos_token_id": list(range(24))}
+        SpeculativeModel(target, drafter).generate(torch.tensor(random_prompts([5], 14)), **settings)
+        assert drafter.cache.capacity == expected + 160

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtp import verify
 from mtp.cost import Costs, CostTable
 from mtp.drafters import Budget, RoundCosts
 from mtp.growth import BestFirstGrowth
@@ -40,7 +41,7 @@ class KnownCosts(Costs):
 def report(drafted: bool, committed: float, promised: float | None, seconds: float, guesses: int = 1) -> RoundReport:
     """Of a round in which nobody looks at what was guessed and decided."""
     tree = TokenTree.chain(torch.tensor([0]), torch.zeros(1, guesses, dtype=torch.long))
-    return RoundReport(drafted, committed, promised, seconds, tree, verdict=None)
+    return RoundReport(drafted, committed, promised, seconds, tree, verdict=None, outcome=None)
 
 
 @dataclass
@@ -280,3 +281,55 @@ def test_static_trees_are_cut_where_they_stop_paying() -> None:
     assert best_static_tree(accuracy, 12, free) == static_tree(accuracy, 12)
     steep = RoundCosts((0.0, *(1 + 0.3 * size for size in range(40))), first=0.1, level=0.0, other=0.0)
     assert best_static_tree(accuracy, 12, steep) == static_tree(accuracy, 2)
+
+
+# ---- ahead --------------------------------------------------------------------------------------------------------
+
+
+def seen(worths: list[float], depths: list[int], trees: int = 1) -> verify.Outcome:
+    """What the host knows of a tree, and of others like it."""
+    return verify.Outcome(
+        [[0]] * trees, [[1]] * trees, [2] * trees, [len(worths) - 1] * trees, [worths] * trees, [depths] * trees
+    )
+
+
+def settled(table: CostTable, likely: float, rounds: int = 12) -> tuple[Budget, int]:
+    """The budget after some rounds of one drafter sized ahead, and the size the drafter would choose by itself."""
+    planner = CostPlanner(KnownCosts(table), nodes=32, ahead=True)
+    candidates = sorted(
+        ((likely**depth * 0.5**rank, depth) for depth in range(1, 9) for rank in range(4)), reverse=True
+    )
+    planner.resting = 0
+    for _ in range(rounds):
+        budget = planner.budget(64, 1)
+        assert budget.costs is None
+        kept = [(1.0, 0), *(one for one in candidates if one[1] <= budget.levels)][: budget.nodes]
+        worths, depths = map(list, zip(*kept, strict=True))
+        promised = sum(worths) - 1
+        round_ = report(True, 1 + promised, promised, 0.1, len(kept) - 1)
+        planner.learn(replace(round_, outcome=seen(worths, depths)))
+    costs = table.of_round(64, 32)
+    levels = max(depth for _, depth in kept)
+    return budget, costs.best(torch.tensor([[worth for worth, _ in candidates]]), levels)[0]
+
+
+@pytest.mark.parametrize("table", [CPU, GPU, DEAR], ids=["cpu", "gpu", "dear"])
+@pytest.mark.parametrize("likely", [0.3, 0.6, 0.9])
+def test_trees_sized_ahead_come_to_the_size_that_asking_gives(table: CostTable, likely: float) -> None:
+    budget, asked = settled(table, likely)
+    assert budget.nodes & (budget.nodes - 1) == 0
+    assert asked / 2 < budget.nodes <= max(2 * asked, 2)
+
+
+def test_surer_drafters_are_given_deeper_trees_ahead() -> None:
+    levels = [settled(GPU, likely)[0].levels for likely in (0.2, 0.6, 0.95)]
+    assert levels == sorted(levels)
+    assert levels[0] < levels[-1]
+
+
+def test_rows_are_sized_ahead_together() -> None:
+    planner = CostPlanner(KnownCosts(GPU), nodes=32, ahead=True)
+    planner.resting = 0
+    planner.budget(64, 3)
+    planner.learn(replace(report(True, 1.5, 0.9, 1.0), outcome=seen([1.0, 0.6, 0.3], [0, 1, 2], trees=3)))
+    assert planner.budget(64, 3) == Budget(8, 3)  # of three nodes all were worth it: twice as many, and one level more

@@ -35,6 +35,7 @@ def tree_of(tokens: list[list[int]], parents: list[int]) -> TokenTree:
 def see(drafter: Drafter, tree: TokenTree, logits: Tensor) -> Verdict:
     """A round whose target says ``logits [B, N, V]``, greedily."""
     verdict = walk(tree, logits.argmax(-1))
+    verdict = verdict.narrowed(int(verdict.counts.max()))
     drafter.observe_tree(tree, logits, verdict)
     return verdict
 

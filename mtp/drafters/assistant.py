@@ -226,8 +226,7 @@ class Assistant(Drafter):
         attention = AttentionPass.over_chain(ids.shape[1], cache.lengths, cache.start)
         last, inverse = (counts - 1).unique(return_inverse=True)
         output = self.model.forward(self._readable(ids), cache, attention, logits_at=last)
-        longest = int((cache.lengths + counts).max())
-        cache.commit(torch.arange(ids.shape[1], device=ids.device).expand_as(ids), counts, longest)
+        cache.commit(None, counts, cache.longest_with(counts))
         known.unread, known.read_ahead = None, True
         return output.logits[torch.arange(len(pending), device=ids.device), inverse][:, None]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -23,7 +25,7 @@ class TargetStates:
         tokens: ``[B, T]`` token ids, right-padded.
         hidden: ``[B, T, H]`` last hidden states, after the final norm, one a token.
         taps: ``[B, T, n * H]`` the tapped layers' states side by side, or None.
-        counts: ``[B]`` real tokens of each row.
+        counts: ``[B]`` real tokens of each row; all T of a single one, which has no other row to be padded to.
     """
 
     tokens: Tensor
@@ -41,11 +43,12 @@ class TargetStates:
         if later.tokens.shape[0] != self.tokens.shape[0]:
             raise ValueError(f"Found states of {later.tokens.shape[0]} rows to follow those of {self.tokens.shape[0]}.")
         counts = self.counts + later.counts
-        width = int(counts.max())
+        both = self.tokens.shape[1] + later.tokens.shape[1]
+        width = both if len(counts) == 1 else int(counts.max())
         place = torch.arange(width, device=counts.device).expand(len(counts), -1)
         # Where each column comes from, in the two side by side.
         source = torch.where(place < self.counts[:, None], place, place - self.counts[:, None] + self.tokens.shape[1])
-        source = source.clamp_max(self.tokens.shape[1] + later.tokens.shape[1] - 1)
+        source = source.clamp_max(both - 1)
 
         def join(first: Tensor, second: Tensor) -> Tensor:
             both = torch.cat([first, second], dim=1)
@@ -101,7 +104,11 @@ class RoundCosts:
             nodes a row, the root included, and tokens a second of a row.
         """
         count = min(worths.shape[1], len(self.verify) - 2)
-        accepted = worths.topk(count, dim=1).values.mean(0).cumsum(0).tolist() if count > 0 else []
+        return self.best_of(worths.topk(count, dim=1).values.mean(0).tolist() if count > 0 else [], levels)
+
+    def best_of(self, worths: Sequence[float], levels: int) -> tuple[int, float]:
+        """``best`` from the rows' mean worths, in falling order."""
+        accepted = accumulate(worths[: len(self.verify) - 2])
         spent = self.first + self.level * (levels - 1) + self.other
         rates = [
             (1 + self.trust * kept) / (spent + self.verify[nodes])

@@ -244,8 +244,7 @@ class BlockHead(CachingHead):
         for index, layer in enumerate(self._layers()):
             (key,) = self.rotary(read.positions, layer.split_heads(layer.k_proj(seen)))
             cache.update(key, layer.split_heads(layer.v_proj(seen)), index)
-        everything = torch.arange(seen.shape[1], device=seen.device).expand(seen.shape[0], -1)
-        cache.commit(everything, states.counts, int((cache.lengths + states.counts).max()))
+        cache.commit(None, states.counts, cache.longest_with(states.counts))
         self.state.unread = None
         x = self.open(pending, gather_positions(context, last)[:, 0])
         batch, slots, _ = x.shape

@@ -97,6 +97,5 @@ def enter(layer: DraftLayer, rotary: Rotary, cache: TreeCache, x: Tensor, counts
     mask = attention.mask(None, query.device)
     mask = mask.gather(1, last[..., None].expand(-1, -1, mask.shape[2]))
     attended = attend(query, key, value, mask_bias(mask, 1, query.dtype), layer.head_dim**-0.5).flatten(2)
-    everything = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
-    cache.commit(everything, counts, longest=int((cache.lengths + counts).max()))
+    cache.commit(None, counts, cache.longest_with(counts))
     return attended

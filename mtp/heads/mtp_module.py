@@ -171,8 +171,7 @@ class MtpModuleHead(TargetOutputHead):
         cache = self.state.cache
         cache.stage(x.shape[1])
         streamed = self.layer(x, AttentionPass.over_chain(x.shape[1], cache.lengths, cache.start), cache)
-        everything = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
-        cache.commit(everything, counts, int((cache.lengths + counts).max()))
+        cache.commit(None, counts, cache.longest_with(counts))
         return self._hidden(gather_positions(streamed, (counts - 1)[:, None]))
 
     def staged(self, residual: Tensor, x: Tensor, attention: AttentionPass) -> Tensor:
