@@ -8,7 +8,7 @@ from mtp.checkpoint import CheckpointError, load_head
 from mtp.heads import Head
 from mtp.target import Target
 from train.config import ConfigError, RunConfig
-from train.fitting import head_family, head_sizes, refuse_unfit_objective
+from train.fitting import head_family, head_sizes
 
 
 def check_start(config: RunConfig) -> None:
@@ -65,5 +65,4 @@ def continued_head(config: RunConfig, target: Target) -> Head:
             + ", ".join(f"{name} {found[name]!r} there, {wanted[name]!r} here" for name in different)
             + ". Take the recipe that it was trained with (its README.md has it)."
         )
-    refuse_unfit_objective(head, config.optim)
     return head.train()
