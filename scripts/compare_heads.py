@@ -303,8 +303,8 @@ def main() -> int:
         tables.append(curves(results))
         (options.output / "results.md").write_text("\n\n".join(tables) + "\n", encoding="utf-8")
         Console().print((options.output / "results.md").read_text(encoding="utf-8"), markup=False, soft_wrap=True)
-    for error in failures.values():
-        print(f"failed: {error}", file=sys.stderr)
+    for failure in failures.values():
+        print(f"failed: {failure}", file=sys.stderr)
     return int(bool(failures))
 
 

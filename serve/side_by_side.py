@@ -62,7 +62,10 @@ def transformers_systems(model: SpeculativeModel, assistant: Any = None) -> list
 
 def own_systems(model: SpeculativeModel, drafters: Sequence[str], nodes: int | None = None) -> list[System]:
     """This engine plainly and with each drafter; ``nodes`` None leaves the size of trees to the planner."""
-    ways = {PLAIN: {"drafter": "none"}, **{OURS + name: {"drafter": name, "nodes": nodes} for name in drafters}}
+    ways: dict[str, dict[str, Any]] = {
+        PLAIN: {"drafter": "none"},
+        **{OURS + name: {"drafter": name, "nodes": nodes} for name in drafters},
+    }
     more = {"return_dict_in_generate": True}
     return [System(name, partial(_answer, model, model.generate, {**more, **way})) for name, way in ways.items()]
 

@@ -112,7 +112,7 @@ def load_rows(path: str | Path, limit: int | None = None) -> list[Row]:
         records = read_jsonl(path)
     else:
         raise DataError(f"No distilled data at {path}; write some with train/distill.py, or point data.path elsewhere.")
-    rows = []
+    rows: list[Row] = []
     for number, record in records:
         if limit is not None and len(rows) == limit:
             break

@@ -192,10 +192,10 @@ def decode_acceptance(
             counted.append(_decode(model, chunk, max_new_tokens, nodes))
             bar.update(len(chunk))
     total, categories, reliability = AcceptanceStats(), dict[str, AcceptanceStats](), Reliability()
-    for chunk in share.gather(counted):
-        total.add(chunk.stats)
-        categories.setdefault(chunk.category, AcceptanceStats()).add(chunk.stats)
-        reliability.add_all(chunk.reliability)
+    for decoded in share.gather(counted):
+        total.add(decoded.stats)
+        categories.setdefault(decoded.category, AcceptanceStats()).add(decoded.stats)
+        reliability.add_all(decoded.reliability)
     return {
         **total.to_dict(),
         "categories": {name: categories[name].to_dict() for name in sorted(categories)},

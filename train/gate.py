@@ -83,8 +83,8 @@ def compare_heads(
         rows = [row for row in rows if len(row.prompt_ids) + config.eval.max_new_tokens <= target.max_positions]
     if not rows:
         raise DataError("No held-out row of data.path leaves room for eval.max_new_tokens: heads cannot be compared.")
-    heads = (load_head(folder, target) for folder in (old, new))
-    return compare(*(decode_questions(target, head, rows, config, share) for head in heads), config)
+    before, after = (decode_questions(target, load_head(folder, target), rows, config, share) for folder in (old, new))
+    return compare(before, after, config)
 
 
 def decode_questions(

@@ -64,7 +64,7 @@ class UnadaptedFeatures(OnlineFeatures):
     """States of the target without its adapter: those it is held to."""
 
     def compute(self, indices: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        with self.target.model.disable_adapter():
+        with self.target.model.disable_adapter():  # type: ignore[operator]  # PEFT's
             return super().compute(indices)
 
 

@@ -152,8 +152,8 @@ def copy_weights(trained: nn.Module, head: Head) -> None:
     if trained is not head:
         for ours, theirs in zip(head.parameters(), trained.parameters(), strict=True):
             ours.copy_(_whole(theirs))
-        for ours, theirs in zip(head.buffers(), trained.buffers(), strict=True):
-            ours.copy_(theirs)  # no engine shards them
+        for buffer, source in zip(head.buffers(), trained.buffers(), strict=True):
+            buffer.copy_(source)  # no engine shards them
 
 
 def _whole(weight: Any) -> Tensor:

@@ -35,7 +35,7 @@ class ShardedTarget(Target):
         mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
         for layer in self.layers:
             fully_shard(layer, mesh=mesh)
-        self.model.to(device)
+        self.model.to(device)  # type: ignore[arg-type]  # a decorator hides its type
 
     def fingerprint(self) -> str:
         return self._fingerprint
@@ -63,7 +63,7 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
         sharded = ShardedTarget(model)
         sharded.shard(device)
         return sharded
-    return Target(model if "device_map" in options else model.to(device))
+    return Target(model if "device_map" in options else model.to(device))  # type: ignore[arg-type]  # a decorator hides its type
 
 
 def _quantization(name: str) -> BitsAndBytesConfig:
@@ -115,7 +115,7 @@ def with_lora(target: Target, adapter: AdapterConfig) -> Target:
         ) from error
     lora = LoraConfig(
         r=adapter.rank,
-        lora_alpha=adapter.alpha,
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # any number will do
         target_modules=list(adapter.modules) or "all-linear",
         task_type="CAUSAL_LM",
     )
@@ -132,7 +132,7 @@ def with_lora(target: Target, adapter: AdapterConfig) -> Target:
                 f"target.adapter.modules={list(adapter.modules)} names the {name} embeddings, whose weights heads read "
                 "as they are; name other layers, or none for all linear ones."
             )
-    return Target(adapted)
+    return Target(adapted)  # type: ignore[arg-type]  # PEFT's wrapper forwards what a target needs
 
 
 def load_tokenizer(config: TargetConfig) -> Any:

@@ -106,7 +106,10 @@ def vllm_tensors(state: Mapping[str, Tensor], config: Eagle3Config) -> dict[str,
         tensors[f"midlayer.self_attn.{name}.weight"] = state[f"midlayer.{name}.weight"].float()
     blocks = (state["fc.weight"].float() / state["tap_scale"].float()).chunk(len(config.taps), dim=1)
     layers = sorted(set(config.taps))
-    of_layer = [sum(block for block, tap in zip(blocks, config.taps, strict=True) if tap == layer) for layer in layers]
+    of_layer = [
+        torch.stack([block for block, tap in zip(blocks, config.taps, strict=True) if tap == layer]).sum(0)
+        for layer in layers
+    ]
     tensors["fc.weight"] = torch.cat(of_layer, dim=1)
     ids, order = state["draft_ids"].long().sort()
     tensors["lm_head.weight"] = state["lm_head.weight"].float()[order]
