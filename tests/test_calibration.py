@@ -33,6 +33,34 @@ def test_a_curve_of_one_outcome_stays_finite(accepted: bool) -> None:
     assert abs(slope) < 10
 
 
+@pytest.mark.parametrize("wrong", [0, 10, 22, 35, 200])
+@pytest.mark.parametrize("seed", range(3))
+def test_sure_guesses_that_were_wrong_leave_a_curve_that_fits(wrong: int, seed: int) -> None:
+    """Such guesses come with loops in a text; a fit that flew off once took the surest guesses for the least likely."""
+    generator = torch.Generator().manual_seed(seed)
+    confidences = torch.cat([torch.rand(700, generator=generator) ** 3, torch.full((35,), 0.9999)])
+    accepted = torch.rand(735, generator=generator) < confidences
+    accepted[700 : 700 + min(wrong, 35)] = False
+    accepted[: max(wrong - 35, 0)] = False
+    with torch.no_grad():  # as in an evaluation
+        offset, slope = fit_logistic(confidences, accepted)
+    assert slope >= 0.1
+
+    def loss(offset: float, slope: float) -> float:
+        logits = offset + slope * torch.logit(confidences.double(), eps=1e-6)
+        likely = torch.nn.functional.binary_cross_entropy_with_logits(logits, accepted.double(), reduction="sum")
+        return float(likely) + (offset**2 + (slope - 1) ** 2) / 2
+
+    best = loss(offset, slope)
+    for nearby in (
+        (offset + 0.02, slope),
+        (offset - 0.02, slope),
+        (offset, slope + 0.02),
+        (offset, max(slope - 0.02, 0.1)),
+    ):
+        assert best <= loss(*nearby) + 1e-6
+
+
 def test_depths_that_are_seldom_reached_share_a_curve() -> None:
     rng, reliability = random.Random(0), Reliability()
     for depth, guesses in ((1, 400), (2, 300), (3, 90), (4, 30)):

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from mtp.planner import FixedPlanner, RoundReport
 
 BINS = 10
 FEWEST = 200  # guesses at a depth from which a curve is fitted to them alone
 CLIP = 1e-6
+LEAST_SLOPE = 0.1
 
 
 @dataclass
@@ -77,23 +79,42 @@ def _bins(confidences: list[float], accepted: list[bool]) -> list[dict[str, floa
     return table
 
 
-def fit_logistic(confidences: Tensor, accepted: Tensor, steps: int = 25, ridge: float = 1.0) -> tuple[float, float]:
-    """Offset and slope by Newton's method, with a weak pull towards the identity (0, 1).
+def fit_logistic(confidences: Tensor, accepted: Tensor, ridge: float = 1.0) -> tuple[float, float]:
+    """Offset and slope of the likeliest curve, with a weak pull towards the identity (0, 1).
+
+    Guesses that are surer are never taken for less likely: the slope is at least ``LEAST_SLOPE``.
 
     Args:
         confidences: ``[M]`` probabilities.
         accepted: ``[M]`` bool.
         ridge: strength of the pull, in guesses.
     """
-    features = torch.stack([torch.ones(len(confidences)), torch.logit(confidences, eps=CLIP)], dim=1).double()
+    logits = torch.logit(confidences.double(), eps=CLIP)
     wanted = accepted.double()
     identity = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    curve = identity.clone()
-    for _ in range(steps):
-        p = torch.sigmoid(features @ curve)
-        gradient = features.T @ (p - wanted) + ridge * (curve - identity)
-        hessian = (features * (p * (1 - p))[:, None]).T @ features + ridge * torch.eye(2, dtype=torch.float64)
-        curve = curve - torch.linalg.solve(hessian, gradient).clamp(-2, 2)
+
+    def fitted(free: int) -> Tensor:
+        """The curve whose last ``2 - free`` coefficients are held at the least slope."""
+        found = identity[:free].clone().requires_grad_()
+        held = torch.tensor([LEAST_SLOPE], dtype=torch.float64)[: 2 - free]
+        # A line search, since plain Newton steps fly off where a few sure guesses were wrong.
+        optimizer = torch.optim.LBFGS([found], max_iter=100, line_search_fn="strong_wolfe")
+
+        @torch.enable_grad()
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            curve = torch.cat([found, held])
+            pull = ridge / 2 * (curve - identity).square().sum()
+            value = F.binary_cross_entropy_with_logits(curve[0] + curve[1] * logits, wanted, reduction="sum") + pull
+            value.backward()
+            return value
+
+        optimizer.step(loss)
+        return torch.cat([found.detach(), held])
+
+    curve = fitted(2)
+    if curve[1] < LEAST_SLOPE:
+        curve = fitted(1)
     return round(float(curve[0]), 5), round(float(curve[1]), 5)
 
 
