@@ -30,12 +30,6 @@ fi
 export TOKENIZERS_PARALLELISM=false
 HF_HUB_OFFLINE=1 python -m pytest "$@"
 if $all; then
-  # Two tests of several processes are DeepSpeed's, which compiles a part of itself at its first launch. Where it cannot
-  # be had they are skipped and say so.
-  if ! $lowest && command -v g++ >/dev/null && ! python -c "import deepspeed" 2>/dev/null; then
-    python -m pip install --disable-pip-version-check --constraint scripts/constraints.txt deepspeed==0.19.8 \
-      || echo "DeepSpeed cannot be installed: its tests are skipped." >&2
-  fi
   HF_HUB_OFFLINE=1 python -m pytest -m slow "$@"
   MTP_DEFAULT_TARGET=$(python scripts/fetch_default_target.py | tail -n 1)
   export MTP_DEFAULT_TARGET
