@@ -12,7 +12,9 @@ from mtp.planner import FixedPlanner, RoundReport
 
 BINS = 10
 FEWEST = 200  # guesses at a depth from which a curve is fitted to them alone
-CLIP = 1e-6
+# Surer guesses count as this sure, and less sure ones likewise.  Guesses beyond it come in loops of one answer, all right
+# or all wrong together, and by their distance alone would outweigh hundreds of others.
+CLIP = 0.02
 LEAST_SLOPE = 0.1
 
 
