@@ -12,8 +12,8 @@ from mtp.planner import FixedPlanner, RoundReport
 
 BINS = 10
 FEWEST = 200  # guesses at a depth from which a curve is fitted to them alone
-# Surer guesses count as this sure (and at the other end likewise).  Those beyond it come in loops of one answer, all right
-# or all wrong together, and by their distance alone would outweigh hundreds of others.
+# Surer guesses count as this sure, and likewise at the other end.  Those beyond it come in loops of one answer, all
+# right or all wrong together, and by their distance alone would outweigh hundreds of others.
 CLIP = 0.02
 LEAST_SLOPE = 0.1
 
