@@ -56,7 +56,7 @@ class Contender:
     @classmethod
     def trained(cls, text: str, output: Path) -> Contender:
         """Read ``recipe.yaml[,key=value...]``."""
-        recipe, *overrides = text.split(",")
+        recipe, *overrides = re.split(r",(?=[\w.]+=)", text)  # lists have commas too
         if not (ROOT / recipe).is_file():
             raise SystemExit(f"error: no recipe at {recipe}; expected one such as configs/smollm2_eagle3.yaml")
         name = " ".join([Path(recipe).stem.removeprefix("smollm2_"), *overrides])

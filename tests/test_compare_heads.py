@@ -73,6 +73,12 @@ def test_contenders_are_trained_measured_and_timed_once(
     assert "asked, greedy | asked, T = 1" in table
 
 
+def test_a_change_of_a_recipe_may_be_a_list(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, "assistant")
+    found = script("compare_heads").Contender.trained(f"{recipe},head.sizes.layers=[0,1],optim.lr=1e-3", tmp_path)
+    assert found.overrides == ("head.sizes.layers=[0,1]", "optim.lr=1e-3")
+
+
 def test_what_is_not_there_is_said_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
