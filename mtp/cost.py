@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -24,13 +23,13 @@ from tqdm import tqdm
 
 from mtp.attention import AttentionPass
 from mtp.drafters.base import Budget, Drafter, RoundCosts, TargetStates
-from mtp.files import write_json
+from mtp.files import cache_folder, write_json
 from mtp.target import Target
 from mtp.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 NODES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (64, 1024)
 REPEATS = 3
@@ -92,8 +91,7 @@ class Costs:
     def __init__(self, target: Target, drafter: Drafter, folder: str | Path | None = None):
         self.target = target
         self.drafter = drafter
-        root = os.environ.get("MTP_CACHE") or Path.home() / ".cache" / "mtp"
-        self.folder = Path(folder) if folder is not None else Path(root) / "costs"
+        self.folder = Path(folder) if folder is not None else cache_folder() / "costs"
         self._tables: dict[int, CostTable] = {}
 
     def prepare(self, batch: int) -> None:
@@ -123,6 +121,7 @@ class Costs:
             batch,
             self.target.fingerprint(),
             str(self.target.dtype),
+            self.target.num_compiled,
             device_name(self.target.device),
             torch.get_num_threads(),
             torch.__version__,

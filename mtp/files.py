@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any
 
 
+def cache_folder() -> Path:
+    """What is made once on a machine and kept: ``$MTP_CACHE``, or ``~/.cache/mtp``."""
+    return Path(os.environ.get("MTP_CACHE") or Path.home() / ".cache" / "mtp")
+
+
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
     """A temporary path beside ``path`` that replaces it when the block ends well, and is removed when it does not."""

@@ -9,10 +9,10 @@ beside the model and uses it only while it is active; the model itself stays as 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ class PackedLinears:
 
     def __init__(self, root: nn.Module):
         linears = [module for module in root.modules() if can_pack(module)] if is_available() else []
-        self._packed = [(module, _PackedLinear(module)) for module in linears]
+        self._packed = [(module, PackedProduct([cast(nn.Linear, module)])) for module in linears]
 
     def __len__(self) -> int:
         return len(self._packed)
@@ -64,6 +64,11 @@ class PackedLinears:
         """Compare a sample of every weight with the one that was packed; costs some microseconds a layer."""
         for _, packed in self._packed:
             packed.refresh()
+
+    def forget(self, modules: Collection[nn.Linear]) -> None:
+        """Leave these layers as they are from now on: they are multiplied in another way."""
+        forgotten = set(modules)
+        self._packed = [(module, packed) for module, packed in self._packed if module not in forgotten]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -85,32 +90,63 @@ class PackedLinears:
                 module.__dict__.pop("forward", None)
 
 
-class _PackedLinear:
-    """Stands in for one layer's ``forward``."""
+class PackedProduct:
+    """``[..., in] -> [..., sum of out]``: linear layers that read the same input, as one product with packed weights.
 
-    def __init__(self, module: nn.Module):
-        # Weak: this object hangs on the module while active, and must not keep it alive in a circle.
-        self._module = weakref.ref(module)
-        self._weight: Tensor | None = None
-        self._version = (0, -1)
-        self._sample: Tensor | None = None
+    Packed at the first call, and again when a weight or a bias was replaced or changed.
+
+    Args:
+        modules: all of which ``can_pack``, with inputs of the same size.
+    """
+
+    def __init__(self, modules: Sequence[nn.Linear]):
+        # Weak: this object hangs on a module while active, and must not keep it alive in a circle.
+        self._modules = [weakref.ref(module) for module in modules]
+        # What was packed: every parameter with its module's table and its name there, its version and its memory.
+        self._state: list[tuple[dict[str, Any], str, Tensor, int, int]] | None = None
+        self._samples: list[Tensor] = []
         self._packed: Tensor | None = None
+        self._bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        linear = self._module()
-        assert linear is not None
-        weight = cast(Tensor, linear.weight)
-        version = (weight.data_ptr(), -1 if weight.is_inference() else weight._version)
-        if weight is not self._weight or version != self._version:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
-            self._weight, self._version, self._sample = weight, version, _sample(weight)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, linear.bias, "none", [], "")
+        if self._is_stale():
+            self._pack()
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+    def _is_stale(self) -> bool:
+        if self._state is None:
+            return True
+        for table, name, parameter, version, memory in self._state:  # a few times a layer and pass: plain and quick
+            if table[name] is not parameter or _version(parameter) != version or parameter.data_ptr() != memory:
+                return True
+        return False
+
+    def _pack(self) -> None:
+        modules = [cast(nn.Linear, reference()) for reference in self._modules]
+        weights = [module.weight.detach() for module in modules]
+        joined = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(joined, ROWS_HINT)
+        self._bias = None
+        if any(module.bias is not None for module in modules):
+            biases = [_bias(module) for module in modules]
+            self._bias = biases[0] if len(biases) == 1 else torch.cat(biases)
+        parameters = [(m._parameters, name, m._parameters[name]) for m in modules for name in ("weight", "bias")]
+        self._state = [(t, name, p, _version(p), p.data_ptr()) for t, name, p in parameters if p is not None]
+        self._samples = [_sample(parameter) for _, _, parameter, *_ in self._state]
 
     def refresh(self) -> None:
-        if self._weight is None or self._sample is None:
-            return
-        if not torch.equal(_sample(self._weight), self._sample):
-            self._weight = None
+        """Notice a parameter that was changed behind autograd's back: it is packed again at the next call."""
+        packed = zip(self._state or (), self._samples, strict=True)
+        if any(not torch.equal(_sample(parameter), sample) for (_, _, parameter, *_), sample in packed):
+            self._state = None
+
+
+def _version(parameter: Tensor) -> int:
+    return -1 if parameter.is_inference() else parameter._version
+
+
+def _bias(module: nn.Linear) -> Tensor:
+    return module.weight.new_zeros(module.out_features) if module.bias is None else module.bias.detach()
 
 
 def _sample(weight: Tensor) -> Tensor:

@@ -17,11 +17,15 @@ from mtp.anatomy import find_decoder, text_config, unwrap_adapter
 from mtp.attention import ATTENTION_NAME, AttentionPass
 from mtp.cache import TreeCache
 from mtp.compat import cache_argument
+from mtp.compiled import CompiledLayers, CompileReport, RecordedPass
 from mtp.fingerprint import fingerprint
+from mtp.layer_call import BATCH, LENGTH, LayerGraphError, Recorder
+from mtp.layer_graph import TRACING_NAME
 from mtp.offload import execution_device, is_offloaded
 from mtp.packing import PackedLinears
 from mtp.patches import attention_implementation, evaluation_mode, without_layers
 from mtp.support import MASKED_BY_ARGUMENT, UnsupportedTargetError, position_limit, refuse_unsupported
+from mtp.tree import TokenTree
 
 FINAL = -1  # key of the final hidden states among those captured in a pass
 
@@ -67,6 +71,7 @@ class Target:
             {id(m.config): m.config for m in self.causal_lm.modules() if hasattr(m, "config")}.values()
         )
         self._packed = PackedLinears(self.causal_lm)
+        self._compiled: CompiledLayers | None = None
         self._cache_argument = cache_argument(type(self.causal_lm))
         self._own_attention = self.config.model_type in MASKED_BY_ARGUMENT
         self._position_limit = position_limit(self.config)
@@ -174,9 +179,53 @@ class Target:
         token_ids = token_ids.to(weight.device)
         return weight[token_ids], None if layer.bias is None else layer.bias[token_ids]
 
+    def compile(self, progress: bool = True) -> CompileReport:
+        """Compile the layers for passes over trees and prompts on a CPU; see ``mtp.compiled``.
+
+        The first time this takes half a minute or so for each kind of layer; what was compiled is kept on disk.  Where
+        nothing can be compiled (no compiler, another device) the report says why, and passes run as before.
+        """
+        if self.device.type != "cpu" or not self._packed:
+            why = f"on {self.device.type}" if self.device.type != "cpu" else "its weights are not packed"
+            return CompileReport(self.num_layers, 0, {why: self.num_layers})
+        self._compiled = None
+        passes = [self._recorded(BATCH, LENGTH), self._recorded(1, 1)]
+        self._compiled = CompiledLayers(
+            self.layers, passes, lambda: attention_implementation(self._configs, TRACING_NAME), progress
+        )
+        self._compiled.compare(self._hidden, passes[0])
+        self._packed.forget(self._compiled.linears)
+        return self._compiled.report
+
+    def _hidden(self, tokens: Tensor, attention: AttentionPass) -> Tensor:
+        """Last hidden states of a pass over empty rows."""
+        cache = TreeCache(self.num_layers, tokens.shape[0], tokens.shape[1], self.device)
+        return self.forward(tokens, cache, attention).hidden
+
+    def _recorded(self, batch: int, length: int) -> RecordedPass:
+        """An ordinary pass over chains of some tokens, and what every layer was called with in it."""
+        tokens = torch.arange(batch * length, device=self.device).reshape(batch, length) % self.vocab_size
+        tree = TokenTree.from_parents(tokens, torch.arange(-1, length - 1, device=self.device).expand(batch, -1))
+        cache = TreeCache(self.num_layers, batch, length, self.device)
+        attention = AttentionPass.over_tree(tree, cache.lengths, cache.start)
+        recorder = Recorder(list(self.layers))
+        with recorder.active(cache):
+            output = self.forward(tokens, cache, attention)
+        calls = [recorder.call(at) for at in range(self.num_layers)]
+        for at in self.needed_layers:
+            calls[at] = LayerGraphError("other layers read its keys and values")
+        return RecordedPass(tokens, attention, calls, output.hidden)
+
+    @property
+    def num_compiled(self) -> int:
+        """Layers that run compiled."""
+        return 0 if self._compiled is None else self._compiled.report.compiled
+
     def refresh(self) -> None:
-        """Notice weights that were changed in place since the last generation (a merged adapter, say)."""
+        """Notice what was changed in place since the last generation (a merged adapter, say)."""
         self._packed.refresh()
+        if self._compiled is not None:
+            self._compiled.refresh()
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """An empty cache for ``batch_size`` rows: the beginning of a generation."""
@@ -202,7 +251,7 @@ class Target:
         """
         cache.stage(ids.shape[1])
         keep = 0 if logits_at is None else logits_at
-        with self._ours(attention, taps, skip) as captured:
+        with self._ours(attention, taps, skip, compiled=True) as captured:
             output = self.causal_lm(
                 input_ids=ids,
                 position_ids=attention.positions,
@@ -263,7 +312,7 @@ class Target:
 
     @contextmanager
     def _ours(
-        self, attention: AttentionPass, taps: Sequence[int], skip: Collection[int] = ()
+        self, attention: AttentionPass, taps: Sequence[int], skip: Collection[int] = (), compiled: bool = False
     ) -> Iterator[dict[int, Tensor]]:
         """Everything that is different during one of our passes, and nothing after it.
 
@@ -275,6 +324,8 @@ class Target:
             stack.enter_context(self._lock)
             stack.enter_context(attention.active())
             stack.enter_context(self._packed.active())
+            if compiled and self._compiled is not None:
+                stack.enter_context(self._compiled.active())
             if not self._own_attention:
                 stack.enter_context(attention_implementation(self._configs, ATTENTION_NAME))
             stack.enter_context(evaluation_mode(self.causal_lm))

@@ -30,3 +30,9 @@ def _trees_of_a_fixed_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     """What pays depends on the machine; tests draft in every round unless they ask for ``nodes="auto"``."""
     monkeypatch.setattr("mtp.model.DEFAULT_NODES", 16)
     monkeypatch.setenv("MTP_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes seconds for each architecture; tests of it ask for it."""
+    monkeypatch.setattr("serve.loading.COMPILE", False)

@@ -1,0 +1,329 @@
+"""A target's decoder layers, compiled for CPUs.
+
+Of a pass over a few tokens a third is spent between the products: hundreds of small operations, each with its own way
+through the interpreter.  ``CompiledLayers`` turns each kind of layer into one native function (``torch.export`` and
+AOTInductor), which all layers of that kind share: weights are arguments.  What was compiled is kept on disk, so that
+compiling takes place once for each architecture, size and version of the libraries.
+
+A layer that cannot be compiled, or whose compiled function does not give what the layer gives, runs as it always did.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import os
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from tqdm import tqdm
+
+from mtp import layer_graph
+from mtp.attention import AttentionPass
+from mtp.files import cache_folder
+from mtp.layer_call import LayerCall, LayerGraphError, states_of
+from mtp.layer_graph import Site, trace, weight_names
+from mtp.packing import PackedProduct, can_pack
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+SUFFIX = ".pt2"
+# How far a compiled layer may be from the layer itself, as a share of what the layer adds to its input.
+ALIKE = 0.99  # of the values; where thousands are summed up, single ones round off further
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+PASS_TOLERANCE = 0.1  # and a whole pass, as a share of its hidden states: a few layers wrong are off by all of it
+
+Native = Callable[[list[Tensor]], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What came of compiling.
+
+    Attributes:
+        layers: of the target.
+        compiled: of them that run compiled.
+        reasons: why others do not, with how many each holds for.
+    """
+
+    layers: int
+    compiled: int
+    reasons: dict[str, int]
+
+    def __str__(self) -> str:
+        line = f"{self.compiled} of {self.layers} layers run compiled"
+        why = "; ".join(f"{count} do not: {reason}" for reason, count in self.reasons.items())
+        return f"{line} ({why})" if why else line
+
+
+@dataclass(frozen=True)
+class RecordedPass:
+    """An ordinary pass, to compile layers from and to compare them with.
+
+    Attributes:
+        tokens: ``[B, T]`` of the pass.
+        attention: what they saw.
+        calls: how each layer was called and what it gave, or why it cannot be compiled.
+        hidden: ``[B, T, H]`` what came of it.
+    """
+
+    tokens: Tensor
+    attention: AttentionPass
+    calls: Sequence[LayerCall | LayerGraphError]
+    hidden: Tensor
+
+
+class CompiledLayers:
+    """Native functions in place of the layers of a target, while ``active``.
+
+    Args:
+        layers: the decoder's.
+        passes: the first over ``layer_call.BATCH`` rows of ``layer_call.LENGTH`` tokens; functions are compiled from
+            it, and compared with the layers themselves on all.
+        tracing: makes a block in which the model attends through ``layer_graph.TRACING_NAME``.
+        progress: show a progress bar.
+
+    Attributes:
+        report: what came of it.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        passes: Sequence[RecordedPass],
+        tracing: Callable[[], AbstractContextManager[None]],
+        progress: bool = True,
+    ):
+        self._functions: list[_CompiledLayer] = []
+        natives: dict[str, Native | LayerGraphError] = {}
+        reasons: Counter[str] = Counter()
+        for at, layer in enumerate(
+            tqdm(list(layers), "compiling layers", unit="layer", leave=False, disable=not progress)
+        ):
+            try:
+                call = _called(passes[0], at)
+                _refuse_unpacked(call)
+                key = structure(layer, call)
+                if key not in natives:
+                    natives[key] = _native(key, layer, call, tracing)
+                function = _CompiledLayer(layer, call, _known(natives[key]))
+                for each in passes:
+                    _compare(function, each.attention, _called(each, at))
+                self._functions.append(function)
+            except LayerGraphError as error:
+                reasons[str(error)] += 1
+        self.report = CompileReport(len(passes[0].calls), len(self._functions), dict(reasons))
+
+    def compare(self, run: Callable[[Tensor, AttentionPass], Tensor], recorded: RecordedPass) -> None:
+        """Use none of the functions if a pass with all of them does not give what was recorded.
+
+        Each layer's own output has been compared; this is for what layers hand to one another on other ways.
+
+        Args:
+            run: the pass again, to its hidden states.
+        """
+        try:
+            found, reason = run(recorded.tokens, recorded.attention).float(), "compiled, a pass gives something else"
+        except Exception as error:
+            found, reason = torch.full_like(recorded.hidden, float("nan")).float(), _first_line(error)
+        expected = recorded.hidden.float()
+        off = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+        if not float(off) <= PASS_TOLERANCE:
+            self._functions = []
+            self.report = CompileReport(self.report.layers, 0, {reason: self.report.layers})
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """The linear layers that are multiplied here."""
+        return [linear for function in self._functions for group in function.call.groups for linear in group]
+
+    def refresh(self) -> None:
+        """Notice what was changed since the last generation: weights, parts of layers, hooks on them."""
+        for function in self._functions:
+            function.refresh()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Run compiled inside the block.  Only for inference with a cache.
+
+        A layer whose ``forward`` somebody has replaced (a hook of accelerate, say), or that has hooks inside, runs as
+        it is.
+        """
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            yield
+            return
+        ours = [each for each in self._functions if each.is_usable and "forward" not in each.layer.__dict__]
+        for function in ours:
+            function.layer.__dict__["forward"] = function
+        try:
+            yield
+        finally:
+            for function in ours:
+                function.layer.__dict__.pop("forward", None)
+
+
+def _called(recorded: RecordedPass, at: int) -> LayerCall:
+    call = recorded.calls[at]
+    if isinstance(call, LayerGraphError):
+        raise call
+    return call
+
+
+def _known(native: Native | LayerGraphError) -> Native:
+    if isinstance(native, LayerGraphError):
+        raise native
+    return native
+
+
+def _refuse_unpacked(call: LayerCall) -> None:
+    for linear in (linear for group in call.groups for linear in group):
+        if not can_pack(linear):
+            kind = f"{type(linear).__name__} over a {linear.weight.dtype} {type(linear.weight).__name__}"
+            raise LayerGraphError(f"a {kind} in it cannot be packed")
+
+
+def _compare(function: _CompiledLayer, attention: AttentionPass, call: LayerCall) -> None:
+    """Raise ``LayerGraphError`` if the compiled layer does not give what the layer gave in ``call``."""
+    try:
+        with torch.no_grad(), attention.active():
+            found = states_of(function(*call.args, **call.kwargs)).float()
+    except Exception as error:
+        raise LayerGraphError(_first_line(error)) from error
+    expected = states_of(call.output).float()
+    entered = call.inputs[0].float()
+    # Rounding is relative to the largest value on the way: what enters, what leaves, and what is added.
+    scale = entered.abs() + expected.abs() + (expected - entered).square().mean().sqrt()
+    allowed = TOLERANCES[states_of(call.output).dtype] * scale
+    if float(((found - expected).abs() <= allowed).float().mean()) < ALIKE:
+        raise LayerGraphError(f"compiled, it is off by up to {float((found - expected).abs().max()):.2g}")
+
+
+class _CompiledLayer:
+    """Stands in for one layer's ``forward``."""
+
+    def __init__(self, layer: nn.Module, call: LayerCall, native: Native):
+        self.is_usable = True
+        self.layer = layer
+        self.call = call
+        self._native = native
+        self.site = Site([PackedProduct(group) for group in call.groups], call.cache_index, layer)
+        self._weights = weight_places(layer, call)
+        self._output = pytree.tree_flatten(call.output)
+        self._modules = [id(module) for module in layer.modules()]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call, site = self.call, self.site
+        site.mask, site.cache = call.mask.find(args, kwargs), call.cache.find(args, kwargs)
+        inputs = [place.find(args, kwargs).contiguous() for place in call.tensors]
+        inputs += [getattr(owner, name) for owner, name in self._weights]
+        layer_graph.current.site = site
+        (states,) = self._native(inputs)
+        site.mask = site.cache = None  # of one pass: nothing of it is kept
+        if isinstance(call.output, Tensor):
+            return states
+        leaves, spec = self._output
+        return pytree.tree_unflatten([states if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+    def refresh(self) -> None:
+        modules = list(self.layer.modules())
+        changed = [id(module) for module in modules] != self._modules
+        changed |= any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules[1:])
+        self.is_usable = not changed and all(can_pack(linear) for group in self.call.groups for linear in group)
+        for product in self.site.products:
+            product.refresh()
+
+
+def weight_places(layer: nn.Module, call: LayerCall) -> list[tuple[nn.Module, str]]:
+    """Where the weights are that the graph takes as inputs: read anew in every pass, so that they are never stale."""
+    paths = [name.rpartition(".") for name in weight_names(layer, call)]
+    return [(layer.get_submodule(path), name) for path, _, name in paths]
+
+
+# ---- what is compiled once ------------------------------------------------------------------------------------------
+
+
+def structure(layer: nn.Module, call: LayerCall) -> str:
+    """Everything that a layer's graph depends on: two layers of the same structure share it."""
+    modules = [
+        [name, f"{type(module).__module__}.{type(module).__qualname__}", _settings(module)]
+        for name, module in layer.named_modules()
+    ]
+    tensors = [
+        [name, list(tensor.shape), str(tensor.dtype)]
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers())
+    ]
+    names = {id(module): name for name, module in layer.named_modules()}
+    groups = [[names[id(linear)] for linear in group] for group in call.groups]
+    inputs = [[str(tensor.dtype), list(tensor.shape)] for tensor in call.inputs]
+    places = [repr(place) for place in (*call.tensors, call.mask, call.cache)]
+    rest = {key: repr(value) for key, value in call.kwargs.items() if isinstance(value, bool | int | float | str)}
+    return json.dumps([modules, tensors, groups, inputs, places, sorted(rest.items())])
+
+
+def _settings(module: nn.Module) -> list[tuple[str, str]]:
+    """A module's plain attributes.  A layer's number is left out: what it does to the cache is not in the graph."""
+    return sorted(
+        (name, repr(value))
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | type(None)) and name not in ("layer_idx", "training")
+    )
+
+
+def artefact(key: str, layer: nn.Module) -> Path:
+    """Where a layer of this structure is kept, by everything that its code depends on."""
+    what = [
+        FORMAT,
+        key,
+        torch.__version__,
+        transformers.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+        Path(inspect.getfile(type(layer))).read_bytes().hex(),
+        inspect.getsource(layer_graph),
+    ]
+    return cache_folder() / "compiled" / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}{SUFFIX}"
+
+
+def _native(
+    key: str, layer: nn.Module, call: LayerCall, tracing: Callable[[], AbstractContextManager[None]]
+) -> Native | LayerGraphError:
+    """The function for layers of this structure, or why there is none."""
+    path = artefact(key, layer)
+    try:
+        if not path.exists():
+            with tracing():
+                _compile(path, layer, call)
+        return torch._inductor.aoti_load_package(str(path)).loader.boxed_run
+    except LayerGraphError as error:
+        return error
+    except Exception as error:  # compilers fail in many ways, and none of them may stop a generation
+        logger.debug("a layer cannot be compiled", exc_info=True)
+        return LayerGraphError(_first_line(error))
+
+
+def _first_line(error: Exception) -> str:
+    """An error of the compiler's, some of which fill pages."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
+
+
+def _compile(path: Path, layer: nn.Module, call: LayerCall) -> None:
+    weights = [getattr(*place) for place in weight_places(layer, call)]
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        staged = str(Path(folder) / path.name)
+        torch._inductor.aoti_compile_and_package(trace(layer, call, weights), package_path=staged)
+        os.replace(staged, path)

@@ -1,0 +1,213 @@
+"""Compiled layers: what the layers themselves give, for every architecture, and never in their way."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from tiny import FOUR, VOCAB, OracleDrafter, padded, random_prompts, random_tree, tiny_model, tiny_target
+from torch import nn
+
+from mtp import SpeculativeModel, compiled
+from mtp.attention import AttentionPass
+from mtp.cost import Costs
+from mtp.drafters import PlainDrafter
+from mtp.layer_call import LayerCall, LayerGraphError
+from mtp.layer_graph import trace
+from mtp.packing import is_available
+from mtp.target import Target, TargetOutput
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="this build of torch cannot pack weights")
+
+# Layers that run as they are, and why.
+NOT_COMPILED = {
+    "deepseek_v2": (3, "it keeps something else than the keys and values that it attends to"),
+    "deepseek_v3": (3, "it keeps something else than the keys and values that it attends to"),
+    "falcon": (3, "it is handed 0 masks"),
+    "falcon_new_decoder": (3, "it is handed 0 masks"),
+    "gemma4": (3, "other layers read its keys and values"),
+}
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Graphs are run as they were traced, without a compiler; structures are listed as they are traced."""
+    traced: list[str] = []
+
+    def native(key: str, layer: nn.Module, call: LayerCall, tracing: Any) -> Any:
+        traced.append(key)
+        try:
+            with tracing():
+                weights = [getattr(*place) for place in compiled.weight_places(layer, call)]
+                graph = trace(layer, call, weights).module()
+        except LayerGraphError as error:
+            return error
+        except Exception as error:
+            return LayerGraphError(f"{type(error).__name__}: {error}")
+        count = len(call.tensors)
+        return lambda inputs: [graph(inputs[:count], inputs[count:])]
+
+    monkeypatch.setattr(compiled, "_native", native)
+    return traced
+
+
+def pass_over_trees(target: Target, prompts: list[list[int]], **options: Any) -> TargetOutput:
+    """A tree behind ragged prompts."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    ids = torch.tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts])
+    cache = target.new_cache(len(prompts), 48)
+    target.forward(ids, cache, AttentionPass.over_chain(ids.shape[1], cache.lengths, 0))
+    cache.commit(None, lengths, int(lengths.max()))
+    tree = random_tree(random.Random(5), batch=len(prompts), nodes=7, vocab=VOCAB)
+    return target.forward(tree.tokens, cache, AttentionPass.over_tree(tree, cache.lengths, cache.start), **options)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_passes_give_the_same_with_compiled_layers(architecture: str, graphs: list[str]) -> None:
+    target = tiny_target(architecture)
+    prompts = [random_prompts([9], 1), FOUR]
+    expected = [pass_over_trees(target, each, taps=(1, 2)) for each in prompts]
+    report = target.compile(progress=False)
+    count, why = NOT_COMPILED.get(architecture, (0, ""))
+    assert report.layers - report.compiled == count, str(report)
+    assert why in str(report)
+    for each, wanted in zip(prompts, expected, strict=True):
+        found = pass_over_trees(target, each, taps=(1, 2))
+        torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.taps, wanted.taps, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_are_built_alike_share_a_graph(graphs: list[str]) -> None:
+    tiny_target("llama", layers=6).compile(progress=False)
+    assert len(graphs) == 1
+    graphs.clear()
+    tiny_target("gemma3", layers=6).compile(progress=False)
+    assert len(graphs) == 2  # sliding and full
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_generated_text_is_the_same(batch: int, graphs: list[str]) -> None:
+    lm = tiny_model()
+    inputs = padded(FOUR[:batch])
+    truth = lm.generate(**inputs, max_new_tokens=20, do_sample=False)
+    answers = truth[:, inputs["input_ids"].shape[1] :].tolist()
+    model = SpeculativeModel(Target(lm), OracleDrafter(answers, lengths=(3, 0, 5), clutter=4))
+    assert model.compile(progress=False).compiled == len(model.target.layers)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=False), truth)
+
+
+# ---- nothing is stale, and nothing is in the way -------------------------------------------------------------------
+
+
+def change_a_weight(layer: nn.Module) -> None:
+    with torch.no_grad():
+        layer.mlp.up_proj.weight.mul_(-2)  # type: ignore[union-attr, operator]
+
+
+def change_data(layer: nn.Module) -> None:
+    layer.self_attn.k_proj.weight.data += 1.0  # type: ignore[union-attr, operator]
+
+
+def replace_a_norm(layer: nn.Module) -> None:
+    layer.input_layernorm.weight = nn.Parameter(torch.randn(32))  # type: ignore[union-attr]
+
+
+def replace_a_part(layer: nn.Module) -> None:
+    layer.mlp = nn.Linear(32, 32)
+
+
+def hook_a_part(layer: nn.Module) -> None:
+    layer.mlp.register_forward_hook(lambda module, args, output: output * 3)  # type: ignore[union-attr]
+
+
+def replace_the_forward(layer: nn.Module) -> None:
+    layer.mlp.forward = lambda states: states * 0.5  # type: ignore[union-attr, method-assign]
+
+
+CHANGES = [change_a_weight, change_data, replace_a_norm, replace_a_part, hook_a_part, replace_the_forward]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_model_is_noticed(change: Any, graphs: list[str]) -> None:
+    target = tiny_target()
+    before = pass_over_trees(target, FOUR).logits
+    target.compile(progress=False)
+    pass_over_trees(target, FOUR)  # packs
+    change(target.layers[1])
+    found = pass_over_trees(target, FOUR).logits
+    assert not torch.allclose(found, before, atol=1e-2)
+    torch.testing.assert_close(found, pass_over_trees(Target(target.model), FOUR).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_model_is_as_it_was_between_passes(graphs: list[str]) -> None:
+    lm = tiny_model()
+    before = {name: dict(module.__dict__) for name, module in lm.named_modules()}
+    target = Target(lm)
+    target.compile(progress=False)
+    pass_over_trees(target, FOUR)
+    for name, module in lm.named_modules():
+        assert module.__dict__.keys() == before[name].keys()
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_a_layer_whose_function_is_wrong_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def native(key: str, layer: nn.Module, call: LayerCall, tracing: Any) -> Any:
+        return lambda inputs: [inputs[0] * 1.5]
+
+    monkeypatch.setattr(compiled, "_native", native)
+    target = tiny_target()
+    expected = pass_over_trees(target, FOUR).logits
+    report = target.compile(progress=False)
+    assert report.compiled == 0
+    assert "off by up to" in str(report)
+    assert torch.equal(pass_over_trees(target, FOUR).logits, expected)
+
+
+def test_what_layers_hand_to_one_another_is_compared_too(graphs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "needed_layers", frozenset())
+    target = tiny_target("gemma4")  # the compiled layers give what they should, but not to the layer that reads more
+    expected = pass_over_trees(target, FOUR).logits
+    assert target.compile(progress=False).compiled == 0
+    assert torch.equal(pass_over_trees(target, FOUR).logits, expected)
+
+
+def test_costs_of_compiled_passes_are_kept_apart(graphs: list[str], tmp_path: Path) -> None:
+    target = tiny_target()
+    costs = Costs(target, PlainDrafter(), tmp_path)
+    before = costs.path(1)
+    target.compile(progress=False)
+    assert costs.path(1) != before
+
+
+# ---- the compiler --------------------------------------------------------------------------------------------------
+
+
+def test_without_a_compiler_all_runs_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    target = tiny_target()
+    expected = pass_over_trees(target, FOUR).logits
+    with torch._inductor.config.patch({"cpp.cxx": (str(tmp_path / "no-such-compiler"),)}):
+        report = target.compile(progress=False)
+    assert report.compiled == 0
+    assert len(str(report).splitlines()) == 1
+    assert not list(tmp_path.rglob("*.pt2"))
+    assert torch.equal(pass_over_trees(target, FOUR).logits, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_functions_give_the_same_and_are_kept(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = tiny_model("qwen3").to(dtype)
+    expected = [pass_over_trees(Target(lm), each, taps=(1, 2)) for each in ([FOUR[1]], FOUR)]
+    for _ in range(2):  # the second time from the disk
+        target = Target(lm)
+        assert target.compile(progress=False).compiled == len(target.layers)
+        for each, wanted in zip(([FOUR[1]], FOUR), expected, strict=True):
+            tolerance = 1e-4 if dtype == torch.float32 else 5e-2 * float(wanted.logits.abs().max())
+            found = pass_over_trees(target, each, taps=(1, 2))
+            torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=tolerance)
+        monkeypatch.setattr(compiled, "_compile", lambda *_: pytest.fail("compiled again"))
