@@ -1,7 +1,7 @@
 """What a pass costs: plain steps and tree verification, beside a decode step of ``transformers``, as ratios of one run.
 
     python scripts/bench_passes.py TARGET [--head RUN/best] [--context 256] [--nodes 1 4 8 16 32] [--dtype bfloat16]
-        [--output passes.json]
+        [--compile] [--output passes.json]
 
 All variants take turns, round after round, so that a change of the machine's speed meets each of them; medians are
 printed, and ratios to the median of ``transformers``' own decode step.
@@ -113,17 +113,23 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256, help="tokens in the cache (default: %(default)s)")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="tree sizes, root included")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--compile", action="store_true", help="the target's layers, as serve/ does by default")
     parser.add_argument("--output", type=Path, help="JSON of all measurements, for scripts/plots.py")
     parser.add_argument("--rounds", type=int, default=30, help="measurements of each (default: %(default)s)")
     options = parser.parse_args()
     torch.manual_seed(0)
     target = Target(AutoModelForCausalLM.from_pretrained(options.target, dtype=getattr(torch, options.dtype)))
+    if options.compile:
+        print(target.compile())
     head = load_head(options.head, target) if options.head else None
     timed = variants(target, head, options.context, options.nodes)
     seconds = measure(timed, options.rounds, target.device)
     Console().print(table_of(seconds, f"context {options.context}, batch 1, {options.dtype}"))
     if options.output:
-        settings = {name: getattr(options, name) for name in ("target", "head", "context", "dtype", "nodes", "rounds")}
+        settings = {
+            name: getattr(options, name)
+            for name in ("target", "head", "context", "dtype", "compile", "nodes", "rounds")
+        }
         write_json(options.output, {**settings, "threads": torch.get_num_threads(), "seconds": seconds})
 
 

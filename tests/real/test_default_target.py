@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mtp
+from mtp.attention import AttentionPass
 from mtp.heads import HEADS
 from mtp.model import SpeculativeModel
 from mtp.target import Target
@@ -109,3 +110,32 @@ def test_a_saved_head_generates_the_same_text_after_loading(
     loaded = mtp.load(tmp_path / "head", target=model.target)
     output = loaded.generate(torch.tensor([prompts[1]]), do_sample=False, max_new_tokens=48)
     assert output[0, len(prompts[1]) :].tolist() == answers[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_layers_round_no_further_than_the_model_itself(
+    dtype: torch.dtype, target: Target, prompts: Any
+) -> None:
+    ids = torch.tensor([prompts[1]])
+    with torch.no_grad():
+        exact = target.causal_lm(ids).logits
+        lm = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype)
+        own = lm(ids).logits.float()
+    compiled = Target(lm)
+    assert compiled.compile(progress=False).compiled == len(compiled.layers)
+    cache = compiled.new_cache(1, 128)
+    found = compiled.forward(ids, cache, AttentionPass.over_chain(ids.shape[1], cache.lengths, 0)).logits.float()
+    floor = 1e-4  # in fp32 the model is its own measure
+    assert float((found - exact).square().mean().sqrt()) <= 1.5 * float((own - exact).square().mean().sqrt()) + floor
+
+
+def test_greedy_text_with_compiled_layers_equals_transformers(
+    target: Target, prompts: list[list[int]], answers: list[list[int]]
+) -> None:
+    model = SpeculativeModel.from_target(target.model, "recycling+ngram")
+    assert model.compile(progress=False).compiled == len(model.target.layers)
+    for batch in ([0], [1], [0, 1, 2, 3], [4, 5, 6, 7]):
+        ids, mask = left_padded([prompts[at] for at in batch], model.device)
+        output = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=48)
+        for row, at in zip(output[:, ids.shape[1] :].tolist(), batch, strict=True):
+            assert row[: len(answers[at])] == answers[at]
