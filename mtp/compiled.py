@@ -15,6 +15,7 @@ import inspect
 import json
 import logging
 import os
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -47,6 +48,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 # And a whole pass, as a share of its hidden states (a wrong one is off by all of them): rounding adds up over layers.
 PASS_TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
 
+PLAIN = (bool, int, float, str, type(None))
 Native = Callable[[list[Tensor]], list[Tensor]]
 
 
@@ -111,9 +113,8 @@ class CompiledLayers:
         self._functions: list[_CompiledLayer] = []
         natives: dict[str, Native | LayerGraphError] = {}
         reasons: Counter[str] = Counter()
-        for at, layer in enumerate(
-            tqdm(list(layers), "compiling layers", unit="layer", leave=False, disable=not progress)
-        ):
+        bar = tqdm(list(layers), "compiling layers", unit="layer", leave=False, disable=not progress)
+        for at, layer in enumerate(bar):
             try:
                 call = _called(passes[0], at)
                 _refuse_unpacked(call)
@@ -223,7 +224,7 @@ class _CompiledLayer:
         self.site = Site([PackedProduct(group) for group in call.groups], call.cache_index, layer)
         self._weights = weight_places(layer, call)
         self._output = pytree.tree_flatten(call.output)
-        self._modules = [id(module) for module in layer.modules()]
+        self._modules = [(id(module), _settings(module)) for module in layer.modules()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, site = self.call, self.site
@@ -240,7 +241,7 @@ class _CompiledLayer:
 
     def refresh(self) -> None:
         modules = list(self.layer.modules())
-        changed = [id(module) for module in modules] != self._modules
+        changed = [(id(module), _settings(module)) for module in modules] != self._modules
         changed |= any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules[1:])
         self.is_usable = not changed and all(can_pack(linear) for group in self.call.groups for linear in group)
         for product in self.site.products:
@@ -270,17 +271,19 @@ def structure(layer: nn.Module, call: LayerCall) -> str:
     groups = [[names[id(linear)] for linear in group] for group in call.groups]
     inputs = [[str(tensor.dtype), list(tensor.shape)] for tensor in call.inputs]
     places = [repr(place) for place in (*call.tensors, call.mask, call.cache)]
-    rest = {key: repr(value) for key, value in call.kwargs.items() if isinstance(value, bool | int | float | str)}
+    rest = {key: value for key, value in call.kwargs.items() if isinstance(value, PLAIN)}
     return json.dumps([modules, tensors, groups, inputs, places, sorted(rest.items())])
 
 
-def _settings(module: nn.Module) -> list[tuple[str, str]]:
-    """A module's plain attributes.  A layer's number is left out: what it does to the cache is not in the graph."""
-    return sorted(
-        (name, repr(value))
-        for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str | type(None)) and name not in ("layer_idx", "training")
-    )
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """A module's plain attributes, lists of them included: what its code may branch on.
+
+    A layer's number is left out: what it does to the cache is not in the graph.
+    """
+    plain: dict[str, Any] = {name: value for name, value in vars(module).items() if isinstance(value, PLAIN)}
+    lists = {name: tuple(value) for name, value in vars(module).items() if isinstance(value, list | tuple)}
+    plain |= {name: values for name, values in lists.items() if all(isinstance(value, PLAIN) for value in values)}
+    return {name: plain[name] for name in sorted(plain) if name not in ("layer_idx", "training")}
 
 
 def artefact(key: str, layer: nn.Module) -> Path:
@@ -292,10 +295,14 @@ def artefact(key: str, layer: nn.Module) -> Path:
         transformers.__version__,
         torch.backends.cpu.get_cpu_capability(),
         torch.get_num_threads(),
-        Path(inspect.getfile(type(layer))).read_bytes().hex(),
-        inspect.getsource(layer_graph),
+        *(hashlib.sha256(inspect.getsource(code).encode()).hexdigest() for code in (_module_of(layer), layer_graph)),
     ]
     return cache_folder() / "compiled" / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}{SUFFIX}"
+
+
+def _module_of(layer: nn.Module) -> Any:
+    """The Python module that the layer's code stands in."""
+    return sys.modules[type(layer).__module__]
 
 
 def _native(

@@ -136,7 +136,9 @@ class PackedProduct:
 
     def refresh(self) -> None:
         """Notice a parameter that was changed behind autograd's back: it is packed again at the next call."""
-        packed = zip(self._state or (), self._samples, strict=True)
+        if self._state is None:
+            return
+        packed = zip(self._state, self._samples, strict=True)
         if any(not torch.equal(_sample(parameter), sample) for (_, _, parameter, *_), sample in packed):
             self._state = None
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mtp import packing
 from mtp.anatomy import find_decoder, text_config, unwrap_adapter
 from mtp.attention import ATTENTION_NAME, AttentionPass
 from mtp.cache import TreeCache
@@ -185,15 +186,17 @@ class Target:
         The first time this takes half a minute or so for each kind of layer; what was compiled is kept on disk.  Where
         nothing can be compiled (no compiler, another device) the report says why, and passes run as before.
         """
-        if self.device.type != "cpu" or not self._packed:
-            why = f"on {self.device.type}" if self.device.type != "cpu" else "its weights are not packed"
+        if self.device.type != "cpu" or not packing.is_available():
+            why = f"on {self.device.type}" if self.device.type != "cpu" else "this build of torch cannot pack weights"
             return CompileReport(self.num_layers, 0, {why: self.num_layers})
-        self._compiled = None
+        # While passes are recorded nothing is packed: what is compiled packs for itself, and one copy is enough.
+        self._packed, self._compiled = PackedLinears(nn.Module()), None
         passes = [self._recorded(BATCH, LENGTH), self._recorded(1, 1)]
         self._compiled = CompiledLayers(
             self.layers, passes, lambda: attention_implementation(self._configs, TRACING_NAME), progress
         )
         self._compiled.compare(self._hidden, passes[0])
+        self._packed = PackedLinears(self.causal_lm)
         self._packed.forget(self._compiled.linears)
         return self._compiled.report
 

@@ -51,7 +51,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
     planned = []
     for dtype in options.dtype:
         passes = folder / f"passes-{dtype}.json"
-        arguments = ["scripts/bench_passes.py", target, "--head", options.folder, "--dtype", dtype]
+        arguments = ["scripts/bench_passes.py", target, "--compile", "--head", options.folder, "--dtype", dtype]
         planned.append(Step([*arguments, "--nodes", "1", *nodes, "--output", str(passes)], passes))
         for count in [*nodes, "auto"]:
             measured = folder / f"measure-{dtype}-{count}.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -13,6 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch import nn
+
+from mtp import compiled
+from mtp.layer_call import LayerCall, LayerGraphError
+from mtp.layer_graph import trace
 
 settings.register_profile(
     "mtp", max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -36,3 +42,25 @@ def _trees_of_a_fixed_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling takes seconds for each architecture; tests of it ask for it."""
     monkeypatch.setattr("serve.loading.COMPILE", False)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Graphs are run as they were traced, without a compiler; structures are listed as they are traced."""
+    traced: list[str] = []
+
+    def native(key: str, layer: nn.Module, call: LayerCall, tracing: Any) -> Any:
+        traced.append(key)
+        try:
+            with tracing():
+                weights = [getattr(*place) for place in compiled.weight_places(layer, call)]
+                graph = trace(layer, call, weights).module()
+        except LayerGraphError as error:
+            return error
+        except Exception as error:
+            return LayerGraphError(f"{type(error).__name__}: {error}")
+        count = len(call.tensors)
+        return lambda inputs: [graph(inputs[:count], inputs[count:])]
+
+    monkeypatch.setattr(compiled, "_native", native)
+    return traced

@@ -16,8 +16,7 @@ from mtp import SpeculativeModel, compiled
 from mtp.attention import AttentionPass
 from mtp.cost import Costs
 from mtp.drafters import PlainDrafter
-from mtp.layer_call import LayerCall, LayerGraphError
-from mtp.layer_graph import trace
+from mtp.layer_call import LayerCall
 from mtp.packing import is_available
 from mtp.target import Target, TargetOutput
 
@@ -31,28 +30,6 @@ NOT_COMPILED = {
     "falcon_new_decoder": (3, "it is handed 0 masks"),
     "gemma4": (3, "other layers read its keys and values"),
 }
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Graphs are run as they were traced, without a compiler; structures are listed as they are traced."""
-    traced: list[str] = []
-
-    def native(key: str, layer: nn.Module, call: LayerCall, tracing: Any) -> Any:
-        traced.append(key)
-        try:
-            with tracing():
-                weights = [getattr(*place) for place in compiled.weight_places(layer, call)]
-                graph = trace(layer, call, weights).module()
-        except LayerGraphError as error:
-            return error
-        except Exception as error:
-            return LayerGraphError(f"{type(error).__name__}: {error}")
-        count = len(call.tensors)
-        return lambda inputs: [graph(inputs[:count], inputs[count:])]
-
-    monkeypatch.setattr(compiled, "_native", native)
-    return traced
 
 
 def pass_over_trees(target: Target, prompts: list[list[int]], **options: Any) -> TargetOutput:

@@ -553,12 +553,15 @@ def test_the_users_model_is_left_as_it_was_after_an_exception(where: str) -> Non
     assert ours(speculative_model, ONE, drafter=drafter) == reference("llama", ONE)
 
 
-def test_an_adapter_counts_as_part_of_the_target_however_it_is_applied() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_adapter_counts_as_part_of_the_target_however_it_is_applied(compiled: bool, graphs: list[str]) -> None:
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(
         tiny_model("llama"), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     )
     model = SpeculativeModel.from_target(adapted, "none")
+    if compiled:
+        assert model.compile(progress=False).compiled == len(model.target.layers)
     settings = {"max_new_tokens": NEW, "do_sample": False}
 
     def assert_same(state: str) -> None:

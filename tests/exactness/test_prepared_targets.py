@@ -29,6 +29,8 @@ from mtp.model import SpeculativeModel
 from mtp.target import Target
 from mtp.tree import TokenTree
 
+pytestmark = pytest.mark.usefixtures("graphs")
+
 NEW = 20
 FOUR = random_prompts([4, 11, 7, 1], seed=4)
 HALVES = [torch.bfloat16, torch.float16]
@@ -41,14 +43,17 @@ def greedy(model: PreTrainedModel, new: int = NEW) -> Tensor:
 
 
 def assert_drafted_text_is_the_models_own(model: PreTrainedModel) -> Target:
-    """With a drafter that is often right, and many nodes that are wrong."""
+    """With a drafter that is often right, and many nodes that are wrong; and again with what can be compiled."""
     expected = greedy(model, NEW + 8)
     target = Target(model)
     drafted = SpeculativeModel(target, OracleDrafter(expected.tolist(), lengths=[3, 0, 5, 1], clutter=6))
     batch = padded(FOUR)
-    out = drafted.generate(**batch, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
-    assert out.sequences[:, batch["input_ids"].shape[1] :].equal(expected[:, :NEW])
-    assert out.acceptance.mean_accepted_length > 2
+    for compiled in (False, True):
+        if compiled:
+            drafted.compile(progress=False)
+        out = drafted.generate(**batch, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True)
+        assert out.sequences[:, batch["input_ids"].shape[1] :].equal(expected[:, :NEW])
+        assert out.acceptance.mean_accepted_length > 2
     return target
 
 
