@@ -1,10 +1,10 @@
-"""Draw the plots of a sweep, and print the tables of a run side by side, from the files that were measured.
+"""Draw what was measured of heads, and print the tables of a run side by side.
 
     python scripts/plots.py FOLDER [--format svg]
 
 FOLDER is one that scripts/sweep.py filled: ``measure-DTYPE-NODES.json`` of serve/measure.py, ``passes-DTYPE.json`` of
-scripts/bench_passes.py, ``side_by_side.json`` of scripts/bench.py.  What is not there is not drawn.  Needs matplotlib
-(``pip install -e '.[plots]'``).
+scripts/bench_passes.py, ``side_by_side.json`` of scripts/bench.py; or the output of scripts/compare_heads.py, of which
+the curves of training are drawn.  What is not there is not drawn.  Needs matplotlib (``pip install -e '.[plots]'``).
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ STYLE = {
 }
 
 
+Plot = Callable[["Sweep", Axes], None]
+
+
 @dataclass
 class Sweep:
     """What was measured.
@@ -59,12 +62,14 @@ class Sweep:
         planned: by dtype, that with trees as large as pays.
         passes: by dtype, what scripts/bench_passes.py wrote.
         side_by_side: what scripts/bench.py wrote.
+        training: what scripts/compare_heads.py wrote of heads that were evaluated on the way.
     """
 
     sized: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
     planned: dict[str, dict[str, Any]] = field(default_factory=dict)
     passes: dict[str, dict[str, Any]] = field(default_factory=dict)
     side_by_side: dict[str, Any] | None = None
+    training: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> Sweep:
@@ -84,17 +89,21 @@ class Sweep:
         found.passes = {dtype: _load(path) for dtype, path in paths.items() if path.exists()}
         if (path := folder / "side_by_side.json").exists():
             found.side_by_side = read_results(path)
-        if not (found.sized or found.passes or found.side_by_side):
-            raise UsageError(f"{folder} holds no measurements; expected a folder that scripts/sweep.py filled.")
+        if (path := folder / "results.json").exists():
+            found.training = [each for each in _load(path) if len(each.get("curve", [])) > 1]
+        if not (found.sized or found.passes or found.side_by_side or found.training):
+            raise UsageError(
+                f"{folder} holds no measurements; expected a folder that scripts/sweep.py filled, or that of "
+                "scripts/compare_heads.py with --evaluate-every."
+            )
         return found
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path) -> Any:
     try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UsageError(f"{path} is damaged ({error}); delete it and measure again.") from error
-    return value
 
 
 def nodes_axis(axes: Axes, nodes: list[int]) -> None:
@@ -202,6 +211,23 @@ def cost(sweep: Sweep, axes: Axes) -> None:
     axes.legend(**BESIDE)
 
 
+def training(unit: str, label: str) -> Plot:
+    """Mean accepted length on held-out rows against what was put into training, in ``unit`` of a curve's points."""
+
+    def plot(sweep: Sweep, axes: Axes) -> None:
+        colors = (BLUE, VERMILION, GREEN, ORANGE, SKY, BLACK)
+        for at, head in enumerate(sweep.training):
+            color, style = colors[at % len(colors)], LINE_STYLES[at // len(colors) % len(LINE_STYLES)]
+            points = [(point[unit], point["mean_accepted_length"]) for point in head["curve"]]
+            axes.plot(*zip(*points, strict=True), style, marker="o", color=color, label=head["name"])
+        axes.set_xlabel(label)
+        axes.set_xlim(left=0)
+        axes.set_ylabel("mean accepted length, held-out rows")
+        axes.legend(**BESIDE)
+
+    return plot
+
+
 def systems(sweep: Sweep, axes: Axes) -> None:
     """Speed-up of every system over plain transformers: over all questions, and each category as a dot."""
     assert sweep.side_by_side is not None
@@ -228,12 +254,13 @@ def systems(sweep: Sweep, axes: Axes) -> None:
         axes.legend(loc="lower right")
 
 
-Plot = Callable[[Sweep, Axes], None]
 PLOTS: dict[str, tuple[Plot, Callable[[Sweep], object], tuple[float, float]]] = {
     "acceptance": (acceptance, lambda sweep: sweep.sized, (4.6, 3.2)),
     "speed": (speed, lambda sweep: sweep.sized, (4.6, 3.2)),
     "speedup": (speedup, lambda sweep: sweep.sized, (4.6, 3.2)),
     "cost": (cost, lambda sweep: sweep.passes, (4.6, 3.2)),
+    "training-positions": (training("positions", "trained positions"), lambda sweep: sweep.training, (4.6, 3.2)),
+    "training-minutes": (training("minutes", "minutes of training"), lambda sweep: sweep.training, (4.6, 3.2)),
     "systems": (systems, lambda sweep: sweep.side_by_side and sweep.side_by_side["dtypes"], (5.2, 3.6)),
 }
 

@@ -70,6 +70,17 @@ def test_every_plot_says_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFix
     assert "20.0" in out, "the tables are printed again"
 
 
+def test_curves_of_training_are_drawn_for_heads_that_were_evaluated_on_the_way(tmp_path: Path) -> None:
+    curve = [{"positions": at * 1000, "minutes": at, "mean_accepted_length": 1 + at / 10} for at in range(3)]
+    heads = [{"name": "eagle3", "curve": curve}, {"name": "medusa", "curve": curve[-1:]}]
+    (tmp_path / "results.json").write_text(json.dumps(heads), encoding="utf-8")
+    script("plots").main([str(tmp_path)])
+    drawn = {path.stem: path.read_text(encoding="utf-8") for path in (tmp_path / "plots").iterdir()}
+    assert set(drawn) == {"training-positions", "training-minutes"}
+    assert all(">eagle3<" in text and ">medusa<" not in text for text in drawn.values())
+    assert "minutes of training" in drawn["training-minutes"]
+
+
 def test_the_same_figures_give_the_same_file(tmp_path: Path) -> None:
     folder = fill(tmp_path / "sweep")
     for name in ("a", "b"):
