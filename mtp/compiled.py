@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 import tempfile
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,6 +48,10 @@ ALIKE = 0.99  # of the values; where thousands are summed up, single ones round 
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 # And a whole pass, as a share of its hidden states (a wrong one is off by all of them): rounding adds up over layers.
 PASS_TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
+
+MOST_ROWS = 8  # for which it is measured whether more of them would take less time
+WORTH_FILLING = 0.95  # of the time: less is noise
+REPEATS = 3
 
 PLAIN = (bool, int, float, str, type(None))
 Native = Callable[[list[Tensor]], list[Tensor]]
@@ -101,6 +106,8 @@ class CompiledLayers:
 
     Attributes:
         report: what came of it.
+        fullest: for some numbers of rows (tokens of all texts together), the larger one that takes less time: kernels
+            for products work on several rows at once, and are at their best with as many.
     """
 
     def __init__(
@@ -128,6 +135,7 @@ class CompiledLayers:
             except LayerGraphError as error:
                 reasons[str(error)] += 1
         self.report = CompileReport(len(passes[0].calls), len(self._functions), dict(reasons))
+        self.fullest = fullest([product for function in self._functions for product in function.site.products])
 
     def compare(self, run: Callable[[Tensor, AttentionPass], Tensor], recorded: RecordedPass) -> None:
         """Use none of the functions if a pass with all of them does not give what was recorded.
@@ -157,6 +165,11 @@ class CompiledLayers:
         for function in self._functions:
             function.refresh()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers run compiled."""
+        return len(self._functions) == self.report.layers and all(map(_CompiledLayer.can_stand_in, self._functions))
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Run compiled inside the block.  Only for inference with a cache.
@@ -167,7 +180,7 @@ class CompiledLayers:
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             yield
             return
-        ours = [each for each in self._functions if each.is_usable and "forward" not in each.layer.__dict__]
+        ours = [each for each in self._functions if each.can_stand_in()]
         for function in ours:
             function.layer.__dict__["forward"] = function
         try:
@@ -239,6 +252,10 @@ class _CompiledLayer:
         leaves, spec = self._output
         return pytree.tree_unflatten([states if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
+    def can_stand_in(self) -> bool:
+        """Whether nothing was changed that the function does not know of."""
+        return self.is_usable and "forward" not in self.layer.__dict__
+
     def refresh(self) -> None:
         modules = list(self.layer.modules())
         changed = [(id(module), _settings(module)) for module in modules] != self._modules
@@ -246,6 +263,25 @@ class _CompiledLayer:
         self.is_usable = not changed and all(can_pack(linear) for group in self.call.groups for linear in group)
         for product in self.site.products:
             product.refresh()
+
+
+@torch.no_grad()
+def fullest(products: Sequence[PackedProduct]) -> dict[int, int]:
+    """For numbers of rows up to ``MOST_ROWS``, a larger number that takes less time, where there is one; measured."""
+    seconds = dict.fromkeys(range(1, MOST_ROWS + 1), float("inf"))
+    for _ in range(REPEATS):
+        for rows in seconds:  # in turn, so that what else happens on the machine does not fall on one number alone
+            inputs = [product.inputs(rows) for product in products]
+            started = time.perf_counter()
+            for product, x in zip(products, inputs, strict=True):
+                product(x)
+            seconds[rows] = min(seconds[rows], time.perf_counter() - started)
+    found = {}
+    for rows, taken in seconds.items():
+        best = min(range(rows, MOST_ROWS + 1), key=seconds.__getitem__)
+        if seconds[best] < WORTH_FILLING * taken:
+            found[rows] = best
+    return found
 
 
 def weight_places(layer: nn.Module, call: LayerCall) -> list[tuple[nn.Module, str]]:

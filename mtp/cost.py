@@ -30,7 +30,7 @@ from mtp.tree import TokenTree
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-NODES = (1, 2, 4, 8, 16, 32, 64)
+NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
 CONTEXTS = (64, 1024)
 REPEATS = 3
 PATIENCE = 15.0  # seconds after which nothing is measured again: large targets on a CPU are measured once

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
@@ -71,8 +72,12 @@ def _attend(
 ) -> Tensor:
     site = current.site
     assert site.cache is not None
+    length, width = query.shape[2] if site.mask is None else site.mask.shape[2], query.shape[2]
+    # Rows that fill the pass up are no tokens: nothing of them is kept, and nothing is attended to for them.
+    query, key, value = (states[:, :, :length] for states in (query, key, value))
     key, value = site.cache.update(key, value, site.cache_index)
-    return tree_attention(site.module, query, key, value, site.mask, scaling, softcap, sinks)[0]
+    attended = tree_attention(site.module, query, key, value, site.mask, scaling, softcap, sinks)[0]
+    return attended if length == width else F.pad(attended, (0, 0, 0, 0, 0, width - length))
 
 
 def _packed_product_shape(x: Tensor, index: int, width: int) -> Tensor:

@@ -113,6 +113,11 @@ class PackedProduct:
             self._pack()
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
+    def inputs(self, rows: int) -> Tensor:
+        """``[rows, in]`` zeros, as what is multiplied."""
+        weight = cast(nn.Linear, self._modules[0]()).weight
+        return weight.new_zeros(rows, weight.shape[1])
+
     def _is_stale(self) -> bool:
         if self._state is None:
             return True

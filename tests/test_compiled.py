@@ -77,6 +77,41 @@ def test_generated_text_is_the_same(batch: int, graphs: list[str]) -> None:
     assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=False), truth)
 
 
+def test_passes_are_filled_up_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {1: 5.0, 2: 6.0, 3: 4.0, 4: 3.0, 5: 2.95, 6: 2.9, 7: 3.0, 8: 3.1}
+    clock = [0.0]
+
+    class Product:
+        def inputs(self, rows: int) -> torch.Tensor:
+            return torch.zeros(rows, 2)
+
+        def __call__(self, x: torch.Tensor) -> None:
+            clock[0] += seconds[len(x)]
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    assert compiled.fullest([Product(), Product()]) == {1: 6, 2: 6, 3: 6}  # four rows would win three hundredths
+
+
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (1, 5), (2, 2), (3, 1), (4, 2)])
+def test_what_fills_a_pass_up_leaves_no_trace(batch: int, nodes: int, graphs: list[str]) -> None:
+    plain, filled = tiny_target(), tiny_target()
+    filled.compile(progress=False)
+    widths: list[int] = []
+    filled.layers[0].register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
+    caches = [target.new_cache(batch, 32) for target in (plain, filled)]
+    for seed in range(3):  # each behind what the one before has left in the cache
+        tree = random_tree(random.Random(seed), batch=batch, nodes=nodes, vocab=VOCAB)
+        outputs = []
+        for target, cache in zip((plain, filled), caches, strict=True):
+            attention = AttentionPass.over_tree(tree, cache.lengths, cache.start)
+            outputs.append(target.forward(tree.tokens, cache, attention, taps=(0, 2)))
+            cache.commit(None, torch.ones(batch, dtype=torch.long), seed + 1)
+        for name in ("logits", "hidden", "taps"):
+            found, expected = (getattr(output, name) for output in reversed(outputs))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert set(widths) == ({8 // batch} if batch * nodes < 8 else {nodes})
+
+
 # ---- nothing is stale, and nothing is in the way -------------------------------------------------------------------
 
 
