@@ -29,7 +29,7 @@ from mtp.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
 CONTEXTS = (64, 1024)
 REPEATS = 3
@@ -118,6 +118,7 @@ class Costs:
         """The file of a table, named by everything that the seconds depend on."""
         what = [
             FORMAT,
+            NODES,
             batch,
             self.target.fingerprint(),
             str(self.target.dtype),
