@@ -45,6 +45,7 @@ def drafter_by_name(name: str, own: Drafter | None = None) -> Drafter:
 
 __all__ = [
     "DRAFTERS",
+    "OWN",
     "Assistant",
     "Budget",
     "Drafter",
