@@ -187,8 +187,8 @@ def test_parts_that_remember_differently_are_each_told_what_they_do_not_know() -
 
 
 def test_a_mix_is_of_two_or_more_different_drafters() -> None:
-    part = Script()
-    for parts in ([], [part], [part, part]):
+    part, other = Script(), Script()
+    for parts in ([], [part], [part, part], [MixedDrafter([part, other]), part]):
         with pytest.raises(ValueError, match="two or more drafters, each of them once; found"):
             MixedDrafter(parts)
 
