@@ -147,7 +147,8 @@ class MixedDrafter(Drafter):
         if self.runs_network and gain < self._gain:
             trees = self._with_networks(trees, pending, budget)
             self._candidates = merge(trees, self.reliability)
-            size, gain = _best_size(self._candidates, costs, levels=max(int(tree.depths.max()) for tree in trees))
+            drawn = [tree for part, tree in zip(self.parts, trees, strict=True) if part.runs_network]
+            size, gain = _best_size(self._candidates, costs, levels=max(int(tree.depths.max()) for tree in drawn))
             self._gain = gain if self._gain == torch.inf else REMEMBER * self._gain + (1 - REMEMBER) * gain
         return self._candidates.tree.worthiest(min(size, budget.nodes))
 
