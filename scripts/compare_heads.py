@@ -77,12 +77,12 @@ class Contender:
     def untrained(cls, drafter: str, beside: Contender, output: Path) -> Contender:
         """A drafter by the name that ``generate`` knows it by, which may be a mix with the head of ``beside``."""
         name = "+".join(beside.name if part == OWN else part for part in drafter.split("+"))
-        return cls(name, output / f"drafter-{drafter}", beside.checkpoint, drafter=drafter)
+        return cls(name, output / f"drafter-{in_names(drafter)}", beside.checkpoint, drafter=drafter)
 
 
 def in_names(text: str) -> str:
     """``text`` as part of a folder's name."""
-    return re.sub(r"[^\w.=-]+", "-", text).strip("-")
+    return re.sub(r"[^\w.=+-]+", "-", text).strip("-")
 
 
 class StageError(Exception):
