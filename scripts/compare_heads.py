@@ -281,7 +281,8 @@ def main() -> int:
         write_json(options.output / "results.json", results)
         tables = [overview(results)]
         tables += [by_category(results, options.questions[0].stem, f"{t:g}") for t in options.temperature]
-        tables.append(curves(results))
+        if any("curve" in each for each in results):
+            tables.append(curves(results))
         (options.output / "results.md").write_text("\n\n".join(tables) + "\n", encoding="utf-8")
         Console().print((options.output / "results.md").read_text(encoding="utf-8"), markup=False, soft_wrap=True)
     for failure in failures.values():

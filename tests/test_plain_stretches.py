@@ -1,4 +1,7 @@
-"""What drafters do while the planner decodes plainly, and when they are asked again: counted, not timed."""
+"""What reading takes: drafters while the planner decodes plainly and when they are asked again, targets over a prompt.
+
+Counted, not timed.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from tiny import random_prompts, tiny_head, tiny_model, tiny_target
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtp.attention import AttentionPass
 from mtp.drafters import DRAFTERS, Assistant, Budget, Drafter, MixedDrafter, TargetStates, drafter_by_name
 from mtp.drafters.lm_tree import TreeShape
 from mtp.heads import HEADS
@@ -111,6 +115,22 @@ def test_reading_a_text_takes_a_head_no_more_than_twice_as_much_for_twice_as_lon
         head.start(piece(states, 0, length, taps), capacity=100)
         with Elements() as elements:
             head.propose(states.tokens[:, length], Budget(4))
+        counts.append(elements.count)
+    _, short, middle, long = counts
+    assert long - middle <= 2 * (middle - short)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
+def test_reading_a_prompt_makes_no_square_mask(architecture: str, batch: int) -> None:
+    target = tiny_target(architecture)
+    counts = []
+    for length in (12, 24, 48, 96):
+        ids = torch.ones(batch, length, dtype=torch.long)
+        cache = target.new_cache(batch, 100)
+        with Elements() as elements:
+            attention = AttentionPass.over_chain(length, cache.lengths, 0)
+            target.forward(ids, cache, attention, logits_at=torch.tensor([length - 1]))
         counts.append(elements.count)
     _, short, middle, long = counts
     assert long - middle <= 2 * (middle - short)
