@@ -131,7 +131,7 @@ WORDS = [f"t{at}" for at in range(VOCAB)]
     ("make", "words", "reason"),
     [
         (narrow_model, [*WORDS[:5], *WORDS[6:], WORDS[5]], r"another vocabulary: token id 5 is 't6' to it and 't5' to"),
-        (recurrent_model, WORDS, r"recurrent state"),
+        (recurrent_model, WORDS, r"sibling='.*' drafts trees, .*recurrent state"),
         (lambda: narrow_model(max_position_embeddings=16), WORDS, r"data\.max_length: .*set data\.max_length=16"),
     ],
     ids=["other tokens", "no trees", "too short"],

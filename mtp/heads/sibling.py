@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from mtp.drafters.vocabulary import local_tokenizer, refuse_other_vocabulary
+from mtp.support import UnsupportedTargetError
 from mtp.target import Target
 
 
@@ -21,7 +22,10 @@ def read_sibling(target: Target, path: str) -> PreTrainedModel:
         ValueError: for one that cannot be read or trained, or means other tokens by the same ids.
     """
     lm = _read(path)
-    sibling = Target(lm)
+    try:
+        sibling = Target(lm)
+    except UnsupportedTargetError as error:
+        raise UnsupportedTargetError(f"sibling={path!r} drafts trees, which it would have to read: {error}") from error
     refuse_other_vocabulary(sibling.vocab_size, local_tokenizer(sibling), target.vocab_size, local_tokenizer(target))
     if {sibling.vocab_size, lm.get_input_embeddings().num_embeddings} != {target.vocab_size}:
         lm.resize_token_embeddings(target.vocab_size)
@@ -33,7 +37,7 @@ def _read(path: str) -> PreTrainedModel:
     name = str(place) if place.exists() else path
     options = {"trust_remote_code": False}
     try:
-        if hasattr(AutoConfig.from_pretrained(name, **options), "quantization_config"):
+        if getattr(AutoConfig.from_pretrained(name, **options), "quantization_config", None) is not None:
             raise ValueError("its weights are quantised, and an assistant's are trained; name it in plain precision")
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
     except (OSError, ValueError) as error:
