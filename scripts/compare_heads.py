@@ -4,7 +4,8 @@
 
 A contender is a recipe, perhaps with changes: ``configs/smollm2_eagle3.yaml,optim.lr=1e-3``.  Each is trained by
 ``train/heads.py``, then measured by ``serve/measure.py``: acceptance with trees of a fixed size, greedy and sampled,
-and speed with trees as large as pays.  What is done is not done again: interrupted, the same command goes on, and with
+and speed with trees as large as pays.  A contender may also be the folder of a finished head, which is measured as it
+is; ``--data`` is for training alone.  What is done is not done again: interrupted, the same command goes on, and with
 other contenders it adds them.  ``--drafters ngram head+ngram`` measures drafters that need no training beside them, on
 the first contender's checkpoint.  A contender that fails is named in the end; the others go on.
 """
@@ -27,17 +28,20 @@ from typing import Any
 from rich.console import Console
 from safetensors import safe_open
 
+from mtp.drafters import OWN, PlainDrafter, drafter_by_name
 from mtp.files import write_json
+from serve.head_tables import by_category, curves, overview
 from serve.questions import read_questions
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml")
+TARGET = "~/.cache/mtp/smollm2-135m-instruct"
 DONE = "done.json"  # in a contender's folder: each stage's command line, once it has succeeded
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A recipe and what is changed in it, or a drafter by name beside a head that is trained already.
+    """A recipe and what is changed in it, a finished head, or a drafter by name beside one of these.
 
     Attributes:
         name: of its row and its folder.
@@ -45,6 +49,7 @@ class Contender:
         checkpoint: that is measured.
         recipe: that is followed to make it; None where there is nothing to train.
         overrides: of the recipe.
+        drafter: that drafts in place of the checkpoint's head.
     """
 
     name: str
@@ -52,26 +57,32 @@ class Contender:
     checkpoint: Path
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
+    drafter: str | None = None
 
     @classmethod
-    def trained(cls, text: str, output: Path) -> Contender:
-        """Read ``recipe.yaml[,key=value...]``."""
+    def of(cls, text: str, output: Path) -> Contender:
+        """Read ``recipe.yaml[,key=value...]`` or the folder of a finished head."""
+        if (Path(text) / "config.json").is_file():
+            return cls(text, output / f"finished-{in_names(text)}", Path(text).resolve())
         recipe, *overrides = re.split(r",(?=[\w.]+=)", text)  # lists have commas too
         if not (ROOT / recipe).is_file():
-            raise SystemExit(f"error: no recipe at {recipe}; expected one such as configs/smollm2_eagle3.yaml")
+            raise SystemExit(
+                f"error: no recipe and no finished head at {recipe}; expected one such as configs/smollm2_eagle3.yaml"
+            )
         name = " ".join([Path(recipe).stem.removeprefix("smollm2_"), *overrides])
-        folder = output / re.sub(r"[^\w.=-]+", "-", name)
+        folder = output / in_names(name)
         return cls(name, folder, folder / "run" / "best", recipe, tuple(overrides))
 
     @classmethod
     def untrained(cls, drafter: str, beside: Contender, output: Path) -> Contender:
         """A drafter by the name that ``generate`` knows it by, which may be a mix with the head of ``beside``."""
-        return cls(drafter.replace("head", beside.name), output / f"drafter-{drafter}", beside.checkpoint)
+        name = "+".join(beside.name if part == OWN else part for part in drafter.split("+"))
+        return cls(name, output / f"drafter-{in_names(drafter)}", beside.checkpoint, drafter=drafter)
 
-    @property
-    def drafter(self) -> tuple[str, ...]:
-        """Arguments of ``serve/measure.py``."""
-        return () if self.recipe is not None else ("--drafter", self.folder.name.removeprefix("drafter-"))
+
+def in_names(text: str) -> str:
+    """``text`` as part of a folder's name."""
+    return re.sub(r"[^\w.=+-]+", "-", text).strip("-")
 
 
 class StageError(Exception):
@@ -107,7 +118,7 @@ def train(contender: Contender, options: argparse.Namespace) -> None:
     if contender.recipe is None:
         return
     shared = [
-        f"target.path={options.target}",
+        f"target.path={options.target or TARGET}",
         f"data.path={options.data}",
         f"features.folder={options.output / 'features'}",
         f"optim.epochs={options.epochs}",
@@ -122,8 +133,12 @@ def train(contender: Contender, options: argparse.Namespace) -> None:
 
 def measuring(contender: Contender, options: argparse.Namespace) -> list[str]:
     """The beginning of a command line of ``serve/measure.py``."""
-    program = [sys.executable, "serve/measure.py", str(contender.checkpoint), *contender.drafter]
-    return [*program, "--max-new-tokens", str(options.tokens)]
+    command = [sys.executable, "serve/measure.py", str(contender.checkpoint)]
+    if contender.drafter is not None:
+        command += ["--drafter", contender.drafter]
+    if options.target is not None and not contender.checkpoint.is_relative_to(options.output):  # of another's making
+        command += ["--target", os.path.expanduser(options.target)]
+    return [*command, "--max-new-tokens", str(options.tokens)]
 
 
 def chosen(data: Path, limit: int | None) -> list[str]:
@@ -155,14 +170,17 @@ def time(contender: Contender, options: argparse.Namespace) -> None:
 # ---- what came of it ----------------------------------------------------------------------------------------------
 
 
-def trained_with(contender: Contender) -> dict[str, Any]:
-    """Parameters, minutes of optimiser steps, trained positions, and the acceptance found on the way."""
+def parameters_of(contender: Contender) -> int:
+    """Numbers in the checkpoint of its head."""
     with safe_open(contender.checkpoint / "heads.safetensors", framework="pt") as file:
-        sizes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 - no mapping
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
+
+
+def trained_with(contender: Contender) -> dict[str, Any]:
+    """Minutes of optimiser steps, trained positions, and the acceptance found on the way."""
     log = [json.loads(line) for line in (contender.folder / "run" / "log.jsonl").read_text("utf-8").splitlines()]
     evaluations = [line for line in log if line["event"] == "evaluation"]
     return {
-        "parameters": sum(map(math.prod, sizes)),
         "minutes": evaluations[-1]["seconds"] / 60,
         "positions": evaluations[-1]["trained_positions"],
         "curve": [
@@ -178,8 +196,11 @@ def trained_with(contender: Contender) -> dict[str, Any]:
 
 def results_of(contender: Contender, options: argparse.Namespace) -> dict[str, Any]:
     """Everything that is known of a contender; what has not been measured is left out."""
-    training = trained_with(contender) if contender.recipe is not None else {}
-    found: dict[str, Any] = {"name": contender.name, **training, "acceptance": {}}
+    found: dict[str, Any] = {"name": contender.name, "acceptance": {}}
+    if contender.drafter is None:
+        found["parameters"] = parameters_of(contender)
+    if contender.recipe is not None:
+        found |= trained_with(contender)
     for data in options.questions:
         path = contender.folder / f"{data.stem}.json"
         if path.exists():
@@ -198,66 +219,15 @@ def results_of(contender: Contender, options: argparse.Namespace) -> dict[str, A
     return found
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table, its first row the heading."""
-    head, *body = rows
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def overview(results: Sequence[dict[str, Any]]) -> str:
-    """One row a head: size, training, mean accepted length by data set and temperature, draft time, speed."""
-    columns = list(dict.fromkeys((d, t) for each in results for d, taus in each["acceptance"].items() for t in taus))
-    names = [f"{data}, {'greedy' if t == '0' else f'T = {t}'}" for data, t in columns]
-    rows = [["head", "parameters", "minutes", *names, "draft ms a round", "tokens/s", "x plain", "x transformers"]]
-    for each in sorted(results, key=lambda each: -each.get("tokens_per_second", 0.0)):
-        taus = [each["acceptance"].get(data, {}).get(t, {}).get("all") for data, t in columns]
-        speed = each.get("speedup_over", {})
-        rows.append(
-            [
-                each["name"],
-                f"{each['parameters'] / 1e6:.1f} M" if "parameters" in each else "-",
-                text(each.get("minutes"), 1),
-                *(text(tau, 2) for tau in taus),
-                *(text(each.get("draft_milliseconds"), 1), text(each.get("tokens_per_second"), 1)),
-                *(text(speed.get("plain"), 2), text(speed.get("transformers"), 2)),
-            ]
-        )
-    return markdown(rows)
-
-
-def by_category(results: Sequence[dict[str, Any]], data: str, temperature: str) -> str:
-    """Mean accepted length, one row a head and one column a category."""
-    measured = [each for each in results if temperature in each["acceptance"].get(data, {})]
-    names = list(dict.fromkeys(name for each in measured for name in each["acceptance"][data][temperature]))
-    rows = [["head", *names]]
-    for each in measured:
-        taus = each["acceptance"][data][temperature]
-        rows.append([each["name"], *(text(taus.get(name), 2) for name in names)])
-    return markdown(rows)
-
-
-def curves(results: Sequence[dict[str, Any]]) -> str:
-    """Mean accepted length on held-out rows against trained positions and minutes, for those evaluated on the way."""
-    rows = [["head", "trained positions", "minutes", "mean accepted length, held-out rows"]]
-    for each in results:
-        for point in each.get("curve", []):
-            position, minutes = f"{point['positions']:,}", text(point["minutes"], 1)
-            rows.append([each["name"], position, minutes, text(point["mean_accepted_length"], 2)])
-    return markdown(rows)
-
-
-def text(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("contenders", nargs="*", metavar="RECIPE[,KEY=VALUE...]", help="default: all of configs/")
-    parser.add_argument("--data", type=Path, required=True, help="distilled rows (train/distill.py)")
+    parser.add_argument(
+        "contenders", nargs="*", metavar="RECIPE[,KEY=VALUE...] or FOLDER", help="default: all recipes of configs/"
+    )
+    parser.add_argument("--data", type=Path, help="distilled rows to train on (train/distill.py)")
     parser.add_argument("--questions", type=Path, nargs="+", required=True, help="JSONL files for serve/measure.py")
     parser.add_argument("--output", type=Path, default=Path("runs/compare"), help="default: %(default)s")
-    parser.add_argument("--target", default="~/.cache/mtp/smollm2-135m-instruct", help="default: %(default)s")
+    parser.add_argument("--target", help=f"default: {TARGET}, or what a finished head names")
     parser.add_argument(
         "--drafters", nargs="+", default=[], help="that need no training, and mixes with the first head"
     )
@@ -273,19 +243,30 @@ def parse_arguments() -> argparse.Namespace:
     measuring.add_argument("--timed", type=int, default=13, help="questions of the first set to time; 0 for none")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="default: all cores")
     options = parser.parse_args()
-    for name in ("data", "output"):
-        setattr(options, name, getattr(options, name).resolve())
+    options.output = options.output.resolve()
     options.questions = [data.resolve() for data in options.questions]
-    if missing := [str(path) for path in (options.data, *options.questions) if not path.exists()]:
-        parser.error(f"not found: {', '.join(missing)}")
+    if len({data.stem for data in options.questions}) < len(options.questions):
+        parser.error("--questions: results are kept under the files' names, and two of these are the same")
     if not options.contenders:
         options.contenders = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").glob("smollm2_*.yaml"))
+    options.contenders = [Contender.of(each, options.output) for each in options.contenders]
+    if any(each.recipe is not None for each in options.contenders):
+        if options.data is None:
+            parser.error("recipes are trained: name distilled rows with --data")
+        options.data = options.data.resolve()
+    if missing := [str(path) for path in (options.data, *options.questions) if path is not None and not path.exists()]:
+        parser.error(f"not found: {', '.join(missing)}")
+    for name in options.drafters:
+        try:
+            drafter_by_name(name, own=PlainDrafter())
+        except ValueError as error:
+            parser.error(f"--drafters: {error}")
     return options
 
 
 def main() -> int:
     options = parse_arguments()
-    contenders = [Contender.trained(each, options.output) for each in options.contenders]
+    contenders = list(options.contenders)
     contenders += [Contender.untrained(name, contenders[0], options.output) for name in options.drafters]
     failures: dict[Contender, StageError] = {}
     for stage in (train, measure, time) if options.timed else (train, measure):
@@ -300,7 +281,8 @@ def main() -> int:
         write_json(options.output / "results.json", results)
         tables = [overview(results)]
         tables += [by_category(results, options.questions[0].stem, f"{t:g}") for t in options.temperature]
-        tables.append(curves(results))
+        if any("curve" in each for each in results):
+            tables.append(curves(results))
         (options.output / "results.md").write_text("\n\n".join(tables) + "\n", encoding="utf-8")
         Console().print((options.output / "results.md").read_text(encoding="utf-8"), markup=False, soft_wrap=True)
     for failure in failures.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import yaml
 from test_bench import script
 from tiny import random_prompts
 from workshop import make_workshop
+
+from mtp.drafters import DRAFTERS
 
 HEAD = {"draft_vocab_size": 20, "steps": 2, "nodes": 8}
 OPTIM = {"epochs": 1, "batch_positions": 200}
@@ -68,6 +71,20 @@ def test_contenders_are_trained_measured_and_timed_once(
         assert each["acceptance"]["asked"]["0"]["all"] >= 1
         assert each["tokens_per_second"] > 0
         assert each["draft_milliseconds"] > 0
+    # A finished head is measured as it is, under whatever drafters; rows to train on are not asked for.
+    monkeypatch.undo()
+    best = str(output / "eagle3" / "run" / "best")
+    elsewhere = tmp_path / "elsewhere"
+    shared = ["--questions", str(questions), "--tokens", "6", "--threads", "1", "--target", str(workshop / "target")]
+    drafters = ["head", "+".join(["head", *sorted(set(DRAFTERS) - {"none"})])]
+    arguments = [best, *shared, "--output", str(elsewhere), "--timed", "0", "--drafters", *drafters]
+    monkeypatch.setattr("sys.argv", ["compare_heads.py", *arguments])
+    assert compare.main() == 0
+    found = json.loads((elsewhere / "results.json").read_text(encoding="utf-8"))
+    assert [each["name"] for each in found] == [best, *(drafter.replace("head", best) for drafter in drafters)]
+    assert found[0]["parameters"] == results[1]["parameters"]
+    assert found[0]["acceptance"] == found[1]["acceptance"] == results[1]["acceptance"]
+    assert all(each["acceptance"]["asked"]["0"]["all"] >= 1 for each in found)
     table = (output / "results.md").read_text(encoding="utf-8")
     assert table.count("| medusa |") == table.count("| eagle3 |") == 1 + table.count("| medusa+ngram |") == 4
     assert "asked, greedy | asked, T = 1" in table
@@ -75,7 +92,7 @@ def test_contenders_are_trained_measured_and_timed_once(
 
 def test_a_change_of_a_recipe_may_be_a_list(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, "assistant")
-    found = script("compare_heads").Contender.trained(f"{recipe},head.sizes.layers=[0,1],optim.lr=1e-3", tmp_path)
+    found = script("compare_heads").Contender.of(f"{recipe},head.sizes.layers=[0,1],optim.lr=1e-3", tmp_path)
     assert found.overrides == ("head.sizes.layers=[0,1]", "optim.lr=1e-3")
 
 
@@ -90,5 +107,33 @@ def test_what_is_not_there_is_said_before_anything_starts(
         compare.main()
     assert "none.jsonl" in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", ["compare_heads.py", "configs/none.yaml", *here, str(tmp_path / "rows.jsonl")])
-    with pytest.raises(SystemExit, match="no recipe at configs"):
+    with pytest.raises(SystemExit, match="no recipe and no finished head at configs"):
         compare.main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--data", "{rows}", "--drafters", "ngram", "recycle"], "No drafter 'recycle'; there are .*recycling"),
+        (["--data", "{rows}", "--drafters", "ngram+ngram"], "a mix names each drafter once"),
+        ([], "recipes are trained: name distilled rows with --data"),
+        (["--data", "{rows}", "--questions", "{rows}", "{other}"], "two of these are the same"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_starts(
+    arguments: list[str],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    places = {"rows": tmp_path / "rows.jsonl", "other": tmp_path / "other" / "rows.jsonl"}
+    for place in places.values():
+        place.parent.mkdir(exist_ok=True)
+        place.write_text("", encoding="utf-8")
+    given = ["--questions", str(places["rows"]), *(each.format(**places) for each in arguments)]
+    monkeypatch.setattr("sys.argv", ["compare_heads.py", *given])
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("nothing is to be started"))
+    with pytest.raises(SystemExit):
+        script("compare_heads").main()
+    assert re.search(reason, capsys.readouterr().err)

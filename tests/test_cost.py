@@ -170,10 +170,14 @@ def test_states_of_ragged_rows_are_joined_behind_each_rows_last() -> None:
         ids = torch.tensor(tokens)
         return TargetStates(ids, ids[..., None].float(), None, torch.tensor(counts))
 
-    joined = states([[1, 2, 0], [3, 0, 0]], [2, 1]).then(states([[4, 0], [5, 6]], [1, 2]))
-    assert joined.counts.tolist() == [3, 3]
-    assert joined.tokens.tolist() == [[1, 2, 4], [3, 5, 6]]
+    pieces = [states([[1, 2, 0], [3, 0, 0]], [2, 1]), states([[4, 0], [5, 6]], [1, 2]), states([[7], [0]], [1, 0])]
+    joined = TargetStates.joined(pieces)
+    assert joined.counts.tolist() == [4, 3]
+    assert joined.tokens[0].tolist() == [1, 2, 4, 7]
+    assert joined.tokens[1, :3].tolist() == [3, 5, 6]
     assert joined.hidden[..., 0].tolist() == joined.tokens.tolist()
+    alone = TargetStates.joined([piece.select_rows(torch.tensor([1])) for piece in pieces])
+    assert alone.tokens.tolist() == [[3, 5, 6]]
 
 
 @pytest.mark.parametrize("family", sorted(HEADS))

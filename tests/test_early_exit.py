@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mtp.attention import AttentionPass
-from mtp.drafters import Budget, Draw, EarlyExit
+from mtp.drafters import Budget, Draw, EarlyExit, drafter_by_name
 from mtp.drafters.base import RoundCosts
 from mtp.drafters.early_exit import default_skip
 from mtp.drafters.lm_tree import TreeShape
@@ -138,6 +138,22 @@ def test_a_layer_whose_keys_and_values_others_read_is_not_skipped() -> None:
     with pytest.raises(UnsupportedTargetError, match="read the keys and values of layer 1"):
         SpeculativeModel.from_target(lm, EarlyExit([1]))
     assert 1 not in default_skip(Target(lm))
+
+
+def test_the_layers_to_skip_can_be_said_by_name() -> None:
+    """So that every program can be told what a search has found."""
+    found = drafter_by_name("early_exit:0,2")
+    assert isinstance(found, EarlyExit)
+    assert found.config.skip == (0, 2)
+    model = SpeculativeModel.from_target(tiny_model("llama"), "none")
+    mix = model.drafter_for("early_exit:1+ngram")
+    assert mix is model.drafter_for("early_exit:1+ngram")
+    assert mix.parts[0].skip == (1,)
+    for name in ("early_exit:", "early_exit:1,", "early_exit:-1", "early_exit:all", "ngram:1"):
+        with pytest.raises(ValueError, match=rf"No drafter '{name}'; there are early_exit, ngram"):
+            drafter_by_name(name)
+    with pytest.raises(ValueError, match="has layers 0 to 2"):
+        model.drafter_for("early_exit:9")
 
 
 def test_an_early_exit_alone_says_what_it_lacks() -> None:

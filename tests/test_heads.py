@@ -90,13 +90,29 @@ def test_padding_and_batch_neighbours_change_no_prediction(family: str, target: 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "gpt2", "deepseek_v3"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_head_is_trained_on_is_what_it_drafts(family: str, architecture: str) -> None:
-    """The log-probabilities along a path of its tree are those of the unrolled steps, had the text gone that way."""
     target = tiny_target(architecture)
-    head = tiny_head(family, target)
-    ids = torch.tensor(random_prompts([9, 9], seed=3))
+    refuse_other_guesses_than_trained(tiny_head(family, target), target, [8, 6])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_ends_at_2048_positions_where_the_target_does_not(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("architectures.POSITIONS", 4096)
+    target = tiny_target("llama")
+    assert target.max_positions == 4096
+    refuse_other_guesses_than_trained(tiny_head(family, target), target, [2300])
+
+
+def refuse_other_guesses_than_trained(head: Head, target: Target, lengths: list[int]) -> None:
+    """The log-probabilities along a path of its tree are those of the unrolled steps, had the text gone that way.
+
+    Args:
+        lengths: of the rows' texts, the longest first; the token behind each is pending.
+    """
+    longest, counts = lengths[0], torch.tensor(lengths)
+    ids = torch.tensor(random_prompts([longest + 1] * len(lengths), seed=3))
     hidden, taps = target.encode(ids, head.taps)
-    counts = torch.tensor([8, 6])  # ragged; the token behind each is pending
-    head.start(TargetStates(ids[:, :8], hidden[:, :8], None if taps is None else taps[:, :8], counts), capacity=64)
+    tapped = None if taps is None else taps[:, :longest]
+    head.start(TargetStates(ids[:, :longest], hidden[:, :longest], tapped, counts), capacity=longest + 56)
     tree = head.propose(ids.gather(1, counts[:, None])[:, 0], Budget(24))
     assert tree.log_q is not None
     for row, count in enumerate(counts.tolist()):

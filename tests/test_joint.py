@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import mtp
+from serve import measure
 from tests.tiny import padded, random_prompts
 from tests.workshop import make_workshop, recipe
 from train import heads as program
@@ -56,6 +57,19 @@ def test_the_output_is_the_adapted_targets_own(trained: JointTrainer, workshop: 
     adapted = PeftModel.from_pretrained(plain, folder / "adapter").merge_and_unload().generate(**inputs, **settings)
     assert torch.equal(model.generate(**inputs, **settings), adapted)
     assert not torch.equal(adapted, unadapted)
+
+
+def test_an_adapted_target_is_measured_against_itself(trained: JointTrainer, tmp_path: Path) -> None:
+    """All systems that are compared have the adapter."""
+    data, output = tmp_path / "asked.jsonl", tmp_path / "measured.json"
+    prompts = random_prompts([5, 9, 2], seed=1)
+    data.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in prompts), encoding="utf-8")
+    asked = [str(trained.output / "last"), "--data", str(data), "--output", str(output), "--max-new-tokens", "20"]
+    assert measure.main([*asked, "--compare"]) == 0
+    assert len(json.loads(output.read_text())["answers"]) == 2 * len(prompts)
+    assert measure.main([*asked, "--drafter", "head+ngram", "--nodes", "8"]) == 0
+    (result,) = json.loads(output.read_text())["results"]
+    assert result["equality"]["drafted"]["equal"] == result["equality"]["plain"]["equal"] == len(prompts)
 
 
 def test_the_adapter_was_trained_and_nothing_else_of_the_target(trained: JointTrainer, workshop: Path) -> None:

@@ -187,8 +187,8 @@ def test_parts_that_remember_differently_are_each_told_what_they_do_not_know() -
 
 
 def test_a_mix_is_of_two_or_more_different_drafters() -> None:
-    part = Script()
-    for parts in ([], [part], [part, part]):
+    part, other = Script(), Script()
+    for parts in ([], [part], [part, part], [MixedDrafter([part, other]), part]):
         with pytest.raises(ValueError, match="two or more drafters, each of them once; found"):
             MixedDrafter(parts)
 
@@ -264,11 +264,22 @@ def test_guesses_that_several_parts_agree_on_are_believed_by_their_own_record() 
 VERIFY = (0.0, 1.0, 1.1, 1.2, 1.3, 1.4)
 
 
-def asked(look_up: float, network: float, first: float, count: int = 40) -> int:
-    """In how many of ``count`` rounds a network is asked, at these confidences and cost of its pass."""
+def path(tokens: list[int], confidence: float) -> TokenTree:
+    """One guess behind the other."""
+    nodes = torch.tensor([[0, *tokens]])
+    parents = torch.arange(-1, len(tokens))[None]
+    return TokenTree.from_parents(nodes, parents, log_q=torch.full(nodes.shape, confidence).log())
+
+
+def asked(look_up: float, network: float, first: float, count: int = 40, level: float = 0.0, depth: int = 1) -> int:
+    """In how many of ``count`` rounds a network is asked, at these confidences and costs of its passes.
+
+    Args:
+        depth: of what the look-up guesses.
+    """
     part = Script(star([6], network))
-    mix = MixedDrafter([LookUp(star([5], look_up)), part])
-    budget = Budget(4, costs=RoundCosts(VERIFY, first=first, level=0.0, other=0.0))
+    mix = MixedDrafter([LookUp(path([5] * depth, look_up)), part])
+    budget = Budget(4, costs=RoundCosts(VERIFY, first=first, level=level, other=0.0))
     for _ in range(count):
         mix.propose(torch.tensor([0]), budget)
     return len(part.draws)
@@ -279,6 +290,10 @@ def test_a_network_is_asked_only_where_it_pays() -> None:
     assert asked(look_up=0.9, network=0.05, first=0.5) < 4
     assert asked(look_up=0.05, network=0.9, first=2.0) < 4
     assert asked(look_up=0.9, network=0.05, first=0.5, count=400) > 4, "it is tried again after a while"
+
+
+def test_how_deep_a_look_up_guesses_says_nothing_of_a_networks_passes() -> None:
+    assert asked(look_up=0.05, network=0.9, first=0.1, level=0.5, depth=8) == 40
 
 
 def test_without_costs_every_part_is_asked() -> None:

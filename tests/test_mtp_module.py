@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,12 +13,16 @@ from architectures import REGISTRY, Architecture, plain
 from safetensors.torch import save_file
 from tiny import VOCAB, padded, random_prompts, tiny_head, tiny_model, tiny_target
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from workshop import make_workshop, recipe
 
+import mtp
 from mtp.heads import TrainingBatch
 from mtp.heads.mtp_module import MtpModuleHead, affine_of
 from mtp.model import SpeculativeModel
 from mtp.support import UnsupportedTargetError
 from mtp.target import Target
+from train import heads as program
 from train.batches import training_batch
 from train.data import Row
 from train.features import OnlineFeatures
@@ -175,6 +181,42 @@ def test_a_module_that_cannot_be_taken_is_refused(
     write(tensors, tmp_path)
     with pytest.raises(UnsupportedTargetError, match=reason):
         MtpModuleHead.from_target_checkpoint(target, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workshop(tmp_path_factory.mktemp("workshop"), architecture="deepseek_v3")
+
+
+def test_a_recipe_measures_and_keeps_a_shipped_module(workshop: Path, tmp_path: Path) -> None:
+    target = Target(AutoModelForCausalLM.from_pretrained(workshop / "target"))
+    shutil.copytree(workshop / "target", tmp_path / "target")
+    module = tiny_head("mtp", target, chain_normed=False)
+    (tmp_path / "shipped").mkdir()
+    ship(module, "deepseek_v3", tmp_path / "shipped")
+    (tmp_path / "shipped" / "model.safetensors").rename(tmp_path / "target" / "mtp.safetensors")
+    own = ["head.family=mtp", "head.sizes.shipped=true", "head.draft_vocab_size=null"]
+    arguments = recipe(workshop, tmp_path / "run", f"target.path={tmp_path / 'target'}", *own)
+    program.main([*arguments, "optim.epochs=0"])
+    model = mtp.load(tmp_path / "run" / "best")
+    for name, weight in module.state_dict().items():
+        assert torch.equal(model.drafter.state_dict()[name], weight), name
+    assert not model.drafter.config.chain_normed
+    measured = json.loads((tmp_path / "run" / "best" / "acceptance.json").read_text())
+    assert measured["mean_accepted_length"] >= 1
+    program.main([*arguments, f"output={tmp_path / 'further'}", "optim.epochs=1"])
+    further = mtp.load(tmp_path / "further" / "best").drafter
+    assert not torch.equal(further.eh_proj.weight, module.eh_proj.weight)
+    torch.testing.assert_close(further.eh_proj.weight, module.eh_proj.weight, atol=0.1, rtol=0.0)
+
+
+def test_a_recipe_for_a_module_that_the_target_does_not_ship_is_refused(workshop: Path, tmp_path: Path) -> None:
+    arguments = recipe(workshop, tmp_path / "run", "head.family=mtp", "head.sizes.shipped=true")
+    with pytest.raises(SystemExit, match=r"error: No MTP module in .*target.*Train one: head\.family=mtp"):
+        program.main(arguments)
+    assert not (tmp_path / "run" / "features").exists()
+    with pytest.raises(UnsupportedTargetError, match=r"files of the target \(''\) are not on this machine"):
+        MtpModuleHead.from_target(tiny_target(), torch.arange(VOCAB), shipped=True)
 
 
 def test_a_target_whose_layers_attend_by_themselves_is_refused() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -296,6 +299,32 @@ def test_a_corpus_in_other_tokens_than_the_targets_is_refused() -> None:
         model.generate(torch.tensor(FOUR[1:2]), max_new_tokens=3, drafter=foreign)
     with pytest.raises(ValueError, match=rf"token {VOCAB}.*0 to {VOCAB - 1}.*tokenizer"):
         model.generate(torch.tensor(FOUR[1:2]), max_new_tokens=3, drafter=MixedDrafter([NgramDrafter(), foreign]))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor, np.array])
+def test_a_corpus_comes_in_any_usual_container(kind: Callable[[list[int]], Any]) -> None:
+    assert paths(proposed(started([[1, 2]], corpus=[kind([9, 2, 3, 4, 5])]), [3]))[1] == [4, 5]
+
+
+@pytest.mark.parametrize("corpus", ["a text", ["a text"], [1, 2, 3], [None], [[1.5, 2.5]], [[[1, 2]]]])
+def test_a_corpus_of_no_token_ids_is_refused(corpus: Any) -> None:
+    with pytest.raises(ValueError, match=r"corpus holds a \w+ where a row of token ids was expected.*input_ids"):
+        NgramDrafter(corpus=corpus)
+
+
+@pytest.mark.parametrize("what", ["propose", "observe"])
+def test_threads_read_a_shared_store_and_add_to_it_in_turn(what: str) -> None:
+    """Looking through followers while another thread adds one is an error, two that add at once spoil the automaton."""
+    store = OutputStore()
+    drafter = started([[1, 2]], store=store)
+    act = {"propose": lambda: proposed(drafter, [3]), "observe": lambda: drafter.observe(states_of([[3]]))}[what]
+    thread = threading.Thread(target=act)
+    with store.lock:
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_rows_learn_from_each_other_through_a_store_and_not_without_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -189,6 +190,6 @@ def test_a_prediction_beside_a_drafter_is_refused() -> None:
 
 
 def test_ids_come_in_any_usual_container() -> None:
-    for prediction in ([1, 2], (1, 2), torch.tensor([1, 2]), [torch.tensor([1, 2])], [[1, 2]]):
+    for prediction in ([1, 2], (1, 2), torch.tensor([1, 2]), np.array([1, 2]), [torch.tensor([1, 2])], [[1, 2]]):
         assert predicted_ids(prediction, None) == [[1, 2]]
     assert predicted_ids(["ab", [3]], letters()) == [[0, 1], [3]]

@@ -202,6 +202,17 @@ def test_a_generation_config_that_only_warns_does_not_stop_a_checkpoint(workshop
     assert json.loads((tmp_path / "run" / "best" / "generation_config.json").read_text())["temperature"] == 0.6
 
 
+def test_without_a_pass_over_the_rows_a_head_is_measured_and_kept_as_it_begins(workshop: Path, tmp_path: Path) -> None:
+    trainer, result = train(workshop, tmp_path / "run", "optim.epochs=0")
+    assert trainer.progress.step == trainer.progress.positions == 0
+    assert result["mean_accepted_length"] > 1  # the least-squares start
+    model = mtp.load(tmp_path / "run" / "best")
+    for name, weight in trainer.head.state_dict().items():
+        assert torch.equal(model.drafter.state_dict()[name], weight), name
+    with pytest.raises(DataError, match="make 0 batches"):
+        train(workshop, tmp_path / "other", "optim.epochs=-1")
+
+
 def test_no_held_out_rows_is_refused(workshop: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No held-out rows"):
         train(workshop, tmp_path / "run", "data.held_out_fraction=0.0")

@@ -12,13 +12,15 @@ from transformers import PreTrainedTokenizerFast
 from tests.tiny import VOCAB, padded, random_prompts, tiny_model
 
 
-def make_workshop(folder: Path, rows: int = 60, seed: int = 9, ragged: bool = True) -> Path:
+def make_workshop(
+    folder: Path, rows: int = 60, seed: int = 9, ragged: bool = True, architecture: str = "llama"
+) -> Path:
     """Write ``target`` and ``rows.jsonl`` into ``folder``.
 
     Args:
         ragged: prompts begin anywhere, and answers end anywhere between 2 and 16 tokens; else they have 6 and 16.
     """
-    model = tiny_model(seed=seed)
+    model = tiny_model(architecture, seed=seed)
     model.save_pretrained(folder / "target")
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0").save_pretrained(folder / "target")

@@ -135,7 +135,7 @@ class OptimConfig:
     """How it is trained.
 
     Attributes:
-        epochs: passes over the training rows.
+        epochs: passes over the training rows; 0 measures and keeps what the head begins as.
         batch_positions: token positions of a batch on one device, padding included.
         accumulate: batches a step in each process. A run that goes on with another number of processes keeps the
             batches of a step over all of them.

@@ -34,13 +34,20 @@ def make_head(config: RunConfig, target: Target, draft_ids: Tensor) -> Head:
     if section.warm_start_positions > 0:
         target.output_rows(draft_ids[:1])  # a warm start copies rows of the target's output matrix
     try:
-        return family.from_target(
+        head = family.from_target(
             target, draft_ids.to(target.device), steps=section.steps, nodes=section.nodes, **sizes
         )
     except UnsupportedTargetError:
         raise
     except (TypeError, ValueError) as error:
         raise ConfigError(f"head: found {section}, which makes no {family.family} head: {error}") from error
+    longest = min(config.data.max_length, target.max_positions or config.data.max_length)
+    if head.longest is not None and head.longest < longest:
+        raise ConfigError(
+            f"data.max_length: rows may have {longest} tokens, and this {family.family} head reads texts of "
+            f"{head.longest} at most; set data.max_length={head.longest}, and longer rows are left out."
+        )
+    return head
 
 
 def check_head(config: RunConfig) -> tuple[type[Head], dict[str, Any]]:

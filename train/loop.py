@@ -72,7 +72,7 @@ class Trainer:
         self.order = BatchOrder(self.train.rows, optim.batch_positions, optim.epochs, optim.seed)
         batches = self.order.count()
         self.total_steps = batches // self.step_batches
-        if self.total_steps == 0:
+        if self.total_steps == 0 and optim.epochs != 0:
             raise DataError(
                 f"{len(self.train.rows)} training rows make {batches} batches, but a step takes {self.step_batches} "
                 f"({world} processes); use more rows, or a smaller optim.batch_positions or optim.accumulate."

@@ -7,7 +7,7 @@ asked to guess: where the planner decodes plainly it costs nothing, and catches 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ from mtp.cache import TreeCache
 from mtp.drafters.base import Budget, Drafter, Draw, TargetStates
 from mtp.drafters.layer_subset import keep_layers
 from mtp.drafters.lm_tree import Reader, TreeShape, grow
+from mtp.drafters.unread import Unread
 from mtp.drafters.vocabulary import local_tokenizer, refuse_other_vocabulary
 from mtp.target import Target
 from mtp.tree import TokenTree
@@ -44,13 +45,13 @@ class AssistantState:
     Attributes:
         model: whose keys and values these are.
         cache: of the text that was read.
-        unread: the tokens behind it (their states are left out); None for none.
+        unread: the tokens behind it (their states are left out).
         read_ahead: the pending token was read too: the next tokens to be observed begin with it.
     """
 
     model: Target
     cache: TreeCache
-    unread: TargetStates | None
+    unread: Unread
     read_ahead: bool = False
 
 
@@ -145,15 +146,13 @@ class Assistant(Drafter):
     def start(self, states: TargetStates, capacity: int) -> None:
         shape = self.config.shape
         cache = self.model.new_cache(states.tokens.shape[0], capacity + shape.width * shape.depth)
-        self.state = AssistantState(self.model, cache, _tokens_of(states, self.model.device))
+        self.state = AssistantState(self.model, cache, Unread(_tokens_of(states, self.model.device)))
 
     @torch.no_grad()
     def observe(self, states: TargetStates) -> None:
         known = self._known()
         new = _tokens_of(states, self.model.device)
-        if known.read_ahead:
-            new = TargetStates(new.tokens[:, 1:], new.hidden[:, 1:], None, new.counts - 1)
-        known.unread = new if known.unread is None else known.unread.then(new)
+        known.unread.add(new.without_first(1) if known.read_ahead else new)
         known.read_ahead = False
 
     @torch.no_grad()
@@ -161,29 +160,23 @@ class Assistant(Drafter):
         known = self._known()
         rows = rows.to(self.model.device)
         known.cache.select_rows(rows, int(known.cache.lengths[rows].max()))
-        known.unread = None if known.unread is None else known.unread.select_rows(rows)
+        known.unread.select_rows(rows)
 
     @torch.no_grad()
     def rewind(self, length: int) -> int:
         known = self.state
         if known is None or known.model is not self.model:  # another assistant's: its keys and values mean nothing here
             return 0
-        read = int(known.cache.lengths[0])
-        waiting = 0 if known.unread is None else int(known.unread.counts[0])
-        kept = min(length, read + waiting)
         known.read_ahead = False
-        if kept <= read:
-            known.cache.crop(kept)
-            known.unread = None
-        elif known.unread is not None:
-            left = kept - read
-            known.unread = replace(
-                known.unread,
-                tokens=known.unread.tokens[:, :left],
-                hidden=known.unread.hidden[:, :left],
-                counts=known.unread.counts.clamp_max(left),
-            )
-        return kept
+        read = int(known.cache.lengths[0])
+        if length <= read or known.unread.counts is None:
+            known.cache.crop(min(length, read))
+            known.unread = Unread()
+            return min(length, read)
+        waiting = known.unread.take()
+        left = min(length - read, int(waiting.counts[0]))
+        known.unread.add(_without_states(waiting.tokens[:, :left], torch.full_like(waiting.counts, left)))
+        return read + left
 
     @torch.no_grad()
     def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
@@ -211,24 +204,20 @@ class Assistant(Drafter):
         shape, limit = self.config.shape, self.model.max_positions
         if limit is None:
             return shape
-        lengths, width = known.cache.lengths, 0
-        if known.unread is not None:
-            lengths, width = lengths + known.unread.counts, known.unread.tokens.shape[1]
-        # Padding behind the shorter rows has positions as well.
-        return shape.within(limit - max(int(lengths.max()), known.cache.start + width))
+        waiting = 0 if known.unread.counts is None else int(known.unread.counts.max())
+        return shape.within(limit - known.cache.start - waiting)  # padding behind shorter rows has positions as well
 
     def _read(self, known: AssistantState, pending: Tensor) -> Tensor:
         """Read what was committed since the last call, and the pending tokens ``[B]``; their logits ``[B, 1, V']``."""
-        ids, counts, cache = pending[:, None], torch.ones_like(pending), known.cache
-        if known.unread is not None:
-            counts = known.unread.counts + 1
-            ids = torch.cat([known.unread.tokens, ids], dim=1).scatter(1, known.unread.counts[:, None], ids)
-        attention = AttentionPass.over_chain(ids.shape[1], cache.lengths, cache.start)
-        last, inverse = (counts - 1).unique(return_inverse=True)
-        output = self.model.forward(self._readable(ids), cache, attention, logits_at=last)
-        cache.commit(None, counts, cache.longest_with(counts))
-        known.unread, known.read_ahead = None, True
-        return output.logits[torch.arange(len(pending), device=ids.device), inverse][:, None]
+        cache = known.cache
+        known.unread.add(_without_states(pending[:, None], torch.ones_like(pending)))
+        new = known.unread.take()
+        attention = AttentionPass.over_chain(new.tokens.shape[1], cache.lengths, cache.start)
+        last, inverse = (new.counts - 1).unique(return_inverse=True)
+        output = self.model.forward(self._readable(new.tokens), cache, attention, logits_at=last)
+        cache.commit(None, new.counts, cache.longest_with(new.counts))
+        known.read_ahead = True
+        return output.logits[torch.arange(len(pending), device=pending.device), inverse][:, None]
 
     def _readable(self, ids: Tensor) -> Tensor:
         """Ids that the model has an embedding for: the target's matrix may be padded further than its own."""
@@ -237,5 +226,8 @@ class Assistant(Drafter):
 
 def _tokens_of(states: TargetStates, device: torch.device) -> TargetStates:
     """The tokens and counts alone: an assistant computes states of its own, and keeps none of the target's alive."""
-    tokens = states.tokens.to(device)
-    return TargetStates(tokens, tokens.new_empty(*tokens.shape, 0), None, states.counts.to(device))
+    return _without_states(states.tokens.to(device), states.counts.to(device))
+
+
+def _without_states(tokens: Tensor, counts: Tensor) -> TargetStates:
+    return TargetStates(tokens, tokens.new_empty(*tokens.shape, 0), None, counts)

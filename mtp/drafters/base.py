@@ -38,25 +38,32 @@ class TargetStates:
         """``[B, T]`` True at real tokens."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.counts[:, None]
 
-    def then(self, later: TargetStates) -> TargetStates:
-        """These states and, behind each row's last real one, those of the tokens that follow."""
-        if later.tokens.shape[0] != self.tokens.shape[0]:
-            raise ValueError(f"Found states of {later.tokens.shape[0]} rows to follow those of {self.tokens.shape[0]}.")
-        counts = self.counts + later.counts
-        both = self.tokens.shape[1] + later.tokens.shape[1]
-        width = both if len(counts) == 1 else int(counts.max())
-        place = torch.arange(width, device=counts.device).expand(len(counts), -1)
-        # Where each column comes from, in the two side by side.
-        source = torch.where(place < self.counts[:, None], place, place - self.counts[:, None] + self.tokens.shape[1])
-        source = source.clamp_max(both - 1)
+    @classmethod
+    def joined(cls, pieces: Sequence[TargetStates]) -> TargetStates:
+        """Consecutive pieces of the same rows as one, in which each row's real tokens lie one behind the other.
 
-        def join(first: Tensor, second: Tensor) -> Tensor:
-            both = torch.cat([first, second], dim=1)
-            index = source if both.dim() == 2 else source[..., None].expand(-1, -1, both.shape[2])
-            return both.gather(1, index)
+        Raises:
+            ValueError: for no pieces, and for pieces of different numbers of rows.
+        """
+        rows = {len(piece.counts) for piece in pieces}
+        if len(rows) != 1:
+            raise ValueError(f"Expected consecutive states of the same rows; found pieces of {sorted(rows)} rows.")
+        if len(pieces) == 1:
+            return pieces[0]
+        tokens = torch.cat([piece.tokens for piece in pieces], dim=1)
+        hidden = torch.cat([piece.hidden for piece in pieces], dim=1)
+        tapped = [piece.taps for piece in pieces if piece.taps is not None]
+        taps = torch.cat(tapped, dim=1) if len(tapped) == len(pieces) else None
+        counts = torch.stack([piece.counts for piece in pieces]).sum(0)
+        if rows == {1}:
+            return cls(tokens, hidden, taps, counts)
+        real = torch.cat([piece.valid for piece in pieces], dim=1)
+        order = (~real).byte().argsort(dim=1, stable=True)[:, : int(counts.max())]
 
-        taps = None if self.taps is None or later.taps is None else join(self.taps, later.taps)
-        return TargetStates(join(self.tokens, later.tokens), join(self.hidden, later.hidden), taps, counts)
+        def in_order(states: Tensor) -> Tensor:
+            return states.gather(1, order[..., None].expand(-1, -1, states.shape[2]))
+
+        return cls(tokens.gather(1, order), in_order(hidden), None if taps is None else in_order(taps), counts)
 
     def without_first(self, count: int) -> TargetStates:
         """The states behind the first ``count`` tokens of each row."""
@@ -66,9 +73,11 @@ class TargetStates:
         return TargetStates(self.tokens[:, count:], self.hidden[:, count:], taps, self.counts - count)
 
     def select_rows(self, rows: Tensor) -> TargetStates:
-        """The states of these rows only."""
-        taps = None if self.taps is None else self.taps[rows]
-        return TargetStates(self.tokens[rows], self.hidden[rows], taps, self.counts[rows])
+        """The states of these rows only, no wider than the longest of them."""
+        counts = self.counts[rows]
+        width = int(counts.max())
+        taps = None if self.taps is None else self.taps[rows, :width]
+        return TargetStates(self.tokens[rows, :width], self.hidden[rows, :width], taps, counts)
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,9 @@ class MixedDrafter(Drafter):
     """
 
     def __init__(self, parts: Sequence[Drafter]):
-        if len(parts) < 2 or len({id(part) for part in parts}) < len(parts):
-            names = ", ".join(type(part).__name__ for part in parts) or "none"
+        each = [leaf for part in parts for leaf in _leaves(part)]
+        if len(parts) < 2 or len({id(leaf) for leaf in each}) < len(each):
+            names = ", ".join(type(leaf).__name__ for leaf in each) or "none"
             raise ValueError(f"A mix needs two or more drafters, each of them once; found {names}.")
         self.parts = tuple(parts)
         self.taps = tuple(sorted({layer for part in parts for layer in part.taps}))
@@ -146,7 +147,8 @@ class MixedDrafter(Drafter):
         if self.runs_network and gain < self._gain:
             trees = self._with_networks(trees, pending, budget)
             self._candidates = merge(trees, self.reliability)
-            size, gain = _best_size(self._candidates, costs, levels=max(int(tree.depths.max()) for tree in trees))
+            drawn = [tree for part, tree in zip(self.parts, trees, strict=True) if part.runs_network]
+            size, gain = _best_size(self._candidates, costs, levels=max(int(tree.depths.max()) for tree in drawn))
             self._gain = gain if self._gain == torch.inf else REMEMBER * self._gain + (1 - REMEMBER) * gain
         return self._candidates.tree.worthiest(min(size, budget.nodes))
 
@@ -165,6 +167,13 @@ class MixedDrafter(Drafter):
             return replace(states, taps=None)
         layers = states.taps.chunk(len(self.taps), dim=-1)
         return replace(states, taps=torch.cat([layers[self.taps.index(layer)] for layer in part.taps], dim=-1))
+
+
+def _leaves(drafter: Drafter) -> list[Drafter]:
+    """The drafters that guess: of a mix within a mix its parts."""
+    return (
+        [leaf for part in drafter.parts for leaf in _leaves(part)] if isinstance(drafter, MixedDrafter) else [drafter]
+    )
 
 
 def _best_size(candidates: Candidates, costs: RoundCosts, levels: int = 1) -> tuple[int, float]:

@@ -8,9 +8,11 @@ arXiv 2411.04975), and a corpus may stand behind it (REST, He et al., arXiv 2311
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -31,16 +33,21 @@ class OutputStore:
     answers while they are made, so rows that answer the same prompt help each other.
 
     What one caller was answered may be guessed for another.  No text depends on it, but times do: callers who must not
-    learn about each other need a store each, and so do models that generate at the same time or spell in other tokens.
+    learn about each other need a store each, and so do models that spell in other tokens.  Models that generate at the
+    same time, in several threads, may share one: drafters read it and add to it in turn.
 
     Args:
         capacity: most tokens remembered; some 0.4 kB each.
+
+    Attributes:
+        lock: to be held while its texts are read or added to.
     """
 
     def __init__(self, capacity: int = 1 << 16):
         if capacity < 2:
             raise ValueError(f"A store of outputs holds at least 2 tokens; found capacity={capacity}.")
         self.capacity = capacity
+        self.lock = threading.RLock()
         self.texts: tuple[SuffixAutomaton, ...] = (SuffixAutomaton(),)
         self._read = 0  # tokens in the newest
 
@@ -104,6 +111,9 @@ class NgramDrafter(Drafter):
     Args:
         corpus: texts to look into besides, as ids of the target's tokens; some 0.4 kB of memory a token.
         store: recent answers to look into besides, and to add to.
+
+    Raises:
+        ValueError: for a corpus of something else than rows of token ids.
     """
 
     runs_network = False
@@ -112,7 +122,8 @@ class NgramDrafter(Drafter):
     def __init__(self, corpus: Iterable[Sequence[int]] = (), store: OutputStore | None = None):
         self.state = []
         self.store = store
-        texts = list(corpus)
+        self._turn: AbstractContextManager[Any] = nullcontext() if store is None else store.lock
+        texts = [token_ids(text, "corpus") for text in corpus]
         self._tokens = {token for text in texts for token in text}  # that may be guessed though no text has them
         self._corpus = (SuffixAutomaton.of(texts),) if texts else ()
 
@@ -135,13 +146,17 @@ class NgramDrafter(Drafter):
         for row, tokens, count in zip(self.state, states.tokens.tolist(), states.counts.tolist(), strict=True):
             for token in tokens[:count]:
                 row.read(token)
-                if row.answering and self.store is not None:
-                    row.stored = self.store.extend(row.stored, token)
+            if row.answering and self.store is not None:
+                with self._turn:
+                    for token in tokens[:count]:
+                        row.stored = self.store.extend(row.stored, token)
             row.answering = True
 
     def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
         rows = zip(self.state, pending.tolist(), strict=True)
-        return tree_of(pending, [grow(self._places(row, token), budget.nodes - 1) for row, token in rows], budget)
+        with self._turn:
+            guesses = [grow(self._places(row, token), budget.nodes - 1) for row, token in rows]
+        return tree_of(pending, guesses, budget)
 
     def select_rows(self, rows: Tensor) -> None:
         self.state = [self.state[row] for row in rows.tolist()]
@@ -159,3 +174,21 @@ class NgramDrafter(Drafter):
         others = (*self._corpus, *(self.store.texts if self.store is not None else ()))
         last = [*row.tokens[1 - LOOKED_UP :], pending]
         return [*row.places(pending), *((text, text.find(last)) for text in others)]
+
+
+def token_ids(text: Any, what: str) -> list[int]:
+    """A row of token ids as plain numbers, whatever holds them.
+
+    Args:
+        what: the text belongs to, for the message.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    found = text.tolist() if hasattr(text, "tolist") else text
+    if not isinstance(found, list | tuple) or not all(isinstance(token, int) for token in found):
+        raise ValueError(
+            f"{what} holds a {type(text).__name__} where a row of token ids was expected. Spell texts with the "
+            "target's tokenizer first: tokenizer(text, add_special_tokens=False).input_ids."
+        )
+    return list(found)

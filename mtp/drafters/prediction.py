@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from mtp.drafters.lookup import Place
-from mtp.drafters.ngram import NgramDrafter, Row
+from mtp.drafters.ngram import NgramDrafter, Row, token_ids
 from mtp.suffix import NOTHING, Match, SuffixAutomaton
 
 ALIGNED = 3  # tokens shared with the prediction from which on a place in it is worth remembering
@@ -121,7 +119,7 @@ def predicted_ids(prediction: Any, tokenizer: Any) -> list[list[int]]:
     Raises:
         ValueError: for texts without a tokenizer, and for what is no text and no row of token ids.
     """
-    if isinstance(prediction, Tensor):
+    if hasattr(prediction, "tolist"):
         prediction = prediction.tolist()
     several = isinstance(prediction, list | tuple) and not all(isinstance(item, int) for item in prediction)
     each = prediction if several else [prediction]
@@ -136,11 +134,4 @@ def _ids(text: Any, tokenizer: Any) -> list[int]:
                 "(SpeculativeModel(..., tokenizer=...)), or pass token ids."
             )
         return list(tokenizer.encode(text, add_special_tokens=False))
-    if isinstance(text, Tensor):
-        text = text.tolist()
-    if not isinstance(text, list | tuple) or not all(isinstance(token, int) for token in text):
-        raise ValueError(
-            f"prediction holds a {type(text).__name__}; expected a text or a list of token ids, or a list of these, "
-            "one a prompt."
-        )
-    return list(text)
+    return token_ids(text, "prediction")

@@ -1,4 +1,4 @@
-"""A small language model as a trained head: made of some of the target's own layers, and distilled on its answers.
+"""A small language model as a trained head: a sibling of the target or some of its layers, distilled on its answers.
 
 It drafts as any assistant does (``mtp/drafters/assistant.py``), so it trains as a language model does: what it says
 behind a token does not depend on how the token came about, and all steps share one prediction a position.  One step
@@ -22,6 +22,7 @@ from mtp.drafters.base import Budget, Draw, TargetStates
 from mtp.drafters.layer_subset import keep_layers
 from mtp.drafters.lm_tree import TreeShape
 from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
+from mtp.heads.sibling import read_sibling
 from mtp.heads.warmstart import RidgeRegression
 from mtp.target import Target
 from mtp.tree import TokenTree
@@ -34,12 +35,16 @@ class AssistantHeadConfig(HeadConfig):
     Attributes:
         model_class: its class in Transformers.
         model: its config there.
+        layers: of the target that it was made of; empty for a sibling.
+        sibling: the model that it was made of, in place of layers of the target; it is not needed any more.
         depth: longest path of drafted tokens in a tree.
         width: nodes read a level.
     """
 
     model_class: str = ""
     model: dict[str, Any] = field(default_factory=dict)
+    layers: tuple[int, ...] = ()
+    sibling: str | None = None
     depth: int = 6
     width: int = 6
 
@@ -49,7 +54,7 @@ class AssistantHeadConfig(HeadConfig):
 
 
 class AssistantHead(Head):
-    """A causal LM with weights of its own; its input embeddings stay those of the target."""
+    """A causal LM with weights of its own; its input embeddings stay those of the model that it was made of."""
 
     family: ClassVar[str] = "assistant"
     fixed_sizes: ClassVar[frozenset[str]] = frozenset({"taps", "model_class", "model"})
@@ -71,26 +76,39 @@ class AssistantHead(Head):
 
     @classmethod
     def from_target(
-        cls, target: Target, draft_ids: Tensor, layers: tuple[int, ...] | None = None, **sizes: Any
+        cls,
+        target: Target,
+        draft_ids: Tensor,
+        layers: tuple[int, ...] | None = None,
+        sibling: str | None = None,
+        **sizes: Any,
     ) -> Self:
-        """A copy of some of the target's layers.
+        """A copy of a smaller model, or of some of the target's layers.
 
         Args:
             layers: those that stay, counted from 0; by default every fourth, the first and the last among them.
+            sibling: name or folder of a causal LM of the target's vocabulary to begin from instead.
 
         Raises:
             UnsupportedTargetError: for layers that cannot make a model by themselves (see ``keep_layers``).
+            ValueError: for a sibling that cannot draft for this target (see ``read_sibling``), or for both.
         """
-        count = target.num_layers
-        spread = torch.linspace(0, count - 1, max(count // 4, min(count, 2))).round().int().tolist()
-        subset = keep_layers(target.causal_lm, sorted(set(spread if layers is None else layers)))
-        subset.config.tie_word_embeddings = False  # its output matrix is trained, its embeddings are the target's
+        if sibling is not None and layers is not None:
+            raise ValueError(f"Found layers={layers} and sibling={sibling!r}; an assistant begins from one of the two.")
+        if sibling is None:
+            layers = spread(target.num_layers) if layers is None else layers
+            model = keep_layers(target.causal_lm, layers)
+        else:
+            model = read_sibling(target, sibling)
+        model.config.tie_word_embeddings = False  # its output matrix is trained, and its input embeddings are not
         made_of = {
-            "model_class": type(subset).__name__,
-            "model": json.loads(subset.config.to_json_string()),  # as it comes back from a checkpoint
+            "model_class": type(model).__name__,
+            "model": json.loads(model.config.to_json_string()),  # as it comes back from a checkpoint
+            "layers": tuple(layers or ()),
+            "sibling": sibling,
         }
         head = super().from_target(target, draft_ids, **made_of, **sizes)
-        head.lm.load_state_dict(subset.state_dict())
+        head.lm.load_state_dict(model.state_dict())
         return head
 
     def attach(self, target: Target) -> Self:
@@ -116,6 +134,10 @@ class AssistantHead(Head):
     def state(self, state: Any) -> None:
         self.assistant.state = state
 
+    @property
+    def longest(self) -> int | None:
+        return self.assistant.model.max_positions
+
     # ---- training -------------------------------------------------------------------------------------------------
 
     def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
@@ -134,7 +156,12 @@ class AssistantHead(Head):
 
     @torch.no_grad()
     def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
-        """Fit the target's last hidden states to the assistant's own, and put the map into the output matrix."""
+        """Fit the target's last hidden states to the assistant's own, and put the map into the output matrix.
+
+        A sibling stays as it is: it comes with an output matrix that was trained for its states.
+        """
+        if self.config.sibling is not None:
+            return
         width = self.config.hidden_size
         output: nn.Linear = self.lm.get_output_embeddings()
         fit = RidgeRegression(width, width, device=output.weight.device)
@@ -159,3 +186,8 @@ class AssistantHead(Head):
 
     def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
         return self.assistant.propose(pending, budget, draw)
+
+
+def spread(count: int) -> tuple[int, ...]:
+    """About every fourth of ``count`` layers, the first and the last among them."""
+    return tuple(sorted(set(torch.linspace(0, count - 1, max(count // 4, min(count, 2))).round().int().tolist())))

@@ -108,12 +108,10 @@ class AutoregressiveHead(CachingHead):
 
     def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
         """Enter what was committed since the last call; the roots carry their hidden states ``[B, 1, H]``."""
-        states = self.state.unread
-        assert states is not None
+        states = self.state.unread.take()
         last = (states.counts - 1)[:, None]
         following = torch.cat([states.tokens[:, 1:], pending[:, None]], dim=1).scatter(1, last, pending[:, None])
         hidden = self.entered(*self.combine(self._embed(following), self.read_states(states)), states.counts)
-        self.state.unread = None
         return hidden, self.guess(hidden)
 
     def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:

@@ -209,6 +209,11 @@ class Head(nn.Module, Drafter):
         self._target = (target,)
         return self
 
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a text that it can be trained on; None for as many as the target takes."""
+        return None
+
     @abstractmethod
     def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
         """Predictions of every step, for exactly the trained tokens that the step can reach.

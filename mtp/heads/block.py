@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from mtp.attention import AttentionPass, attend, mask_bias
 from mtp.cache import TreeCache
 from mtp.drafters.base import TargetStates
+from mtp.drafters.unread import Unread
 from mtp.heads.base import Prediction, TrainingBatch
 from mtp.heads.blockfit import BlockFit
 from mtp.heads.caching import CachingConfig, CachingHead, DraftState
@@ -209,9 +210,8 @@ class BlockHead(CachingHead):
     @torch.no_grad()
     def start(self, states: TargetStates, capacity: int) -> None:
         slots, layers = self.config.steps, self.config.layers
-        self.state = DraftState(
-            TreeCache(layers, states.tokens.shape[0], capacity + slots, self.draft_ids.device), states
-        )
+        cache = TreeCache(layers, states.tokens.shape[0], capacity + slots, self.draft_ids.device)
+        self.state = DraftState(cache, Unread(states))
 
     def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
         """Draft the block.  What a token carries is no more than how far its children are believed ``[B, W, 1]``."""
@@ -234,18 +234,16 @@ class BlockHead(CachingHead):
 
     def _draft(self, pending: Tensor) -> Tensor:
         """Enter what was committed since the last call, and draft a block behind it: ``[B, K, H]``."""
-        states, cache = self.state.unread, self.state.cache
-        assert states is not None
+        states, cache = self.state.unread.take(), self.state.cache
         context = self.context(states)
         seen = self.context_norm(context)
         last = (states.counts - 1)[:, None]
         cache.stage(seen.shape[1])
-        read = AttentionPass.over_chain(seen.shape[1], cache.lengths, cache.start)
+        places = cache.lengths[:, None] + torch.arange(seen.shape[1], device=seen.device)
         for index, layer in enumerate(self._layers()):
-            (key,) = self.rotary(read.positions, layer.split_heads(layer.k_proj(seen)))
+            (key,) = self.rotary(places, layer.split_heads(layer.k_proj(seen)))
             cache.update(key, layer.split_heads(layer.v_proj(seen)), index)
         cache.commit(None, states.counts, cache.longest_with(states.counts))
-        self.state.unread = None
         x = self.open(pending, gather_positions(context, last)[:, 0])
         batch, slots, _ = x.shape
         cache.stage(slots)

@@ -12,6 +12,7 @@ from torch import Tensor
 from mtp.attention import AttentionPass, attend, mask_bias
 from mtp.cache import TreeCache
 from mtp.drafters.base import Budget, Draw, TargetStates
+from mtp.drafters.unread import Unread
 from mtp.heads.growing import GrowingConfig, GrowingHead
 from mtp.heads.layers import DraftLayer, LayerSizes, Rotary, gather_positions, layer_sizes
 from mtp.target import Target
@@ -36,7 +37,7 @@ class DraftState:
     """One generation: entries that were read, and the target's states that are to be read before the next guess."""
 
     cache: TreeCache
-    unread: TargetStates | None
+    unread: Unread
 
 
 class CachingHead(GrowingHead):
@@ -53,26 +54,24 @@ class CachingHead(GrowingHead):
     def start(self, states: TargetStates, capacity: int) -> None:
         staged = 2 * self.config.width * self.config.depth
         cache = TreeCache(1, states.tokens.shape[0], capacity + staged, self.draft_ids.device)
-        self.state = DraftState(cache, states)
+        self.state = DraftState(cache, Unread(states))
 
     @torch.no_grad()
     def observe(self, states: TargetStates) -> None:
-        unread = self.state.unread
-        self.state.unread = states if unread is None else unread.then(states)
+        self.state.unread.add(states)
 
     @torch.no_grad()
     def select_rows(self, rows: Tensor) -> None:
         cache = self.state.cache
         cache.select_rows(rows, int(cache.lengths[rows].max()))
-        assert self.state.unread is not None
-        self.state.unread = self.state.unread.select_rows(rows)
+        self.state.unread.select_rows(rows)
 
     @torch.no_grad()
     def rewind(self, length: int) -> int:
         """An entry may hold the token after its position: the last one that is known to stay is one token short."""
         kept = max(min(length - 1, int(self.state.cache.lengths[0])), 0)
         self.state.cache.crop(kept)
-        self.state.unread = None
+        self.state.unread = Unread()
         return kept
 
     @torch.no_grad()
@@ -89,13 +88,15 @@ def enter(layer: DraftLayer, rotary: Rotary, cache: TreeCache, x: Tensor, counts
         ``[B, 1, heads * D]`` what the last entry of each row attends to; the others are there to be looked back at.
     """
     cache.stage(x.shape[1])
-    attention = AttentionPass.over_chain(x.shape[1], cache.lengths, cache.start)
-    (key,) = rotary(attention.positions, layer.split_heads(layer.k_proj(x)))
+    positions = cache.lengths[:, None] + torch.arange(x.shape[1], device=x.device)
+    (key,) = rotary(positions, layer.split_heads(layer.k_proj(x)))
     key, value = cache.update(key, layer.split_heads(layer.v_proj(x)), 0)
     last = (counts - 1)[:, None]
-    (query,) = rotary(attention.positions.gather(1, last), layer.split_heads(layer.q_proj(gather_positions(x, last))))
-    mask = attention.mask(None, query.device)
-    mask = mask.gather(1, last[..., None].expand(-1, -1, mask.shape[2]))
-    attended = attend(query, key, value, mask_bias(mask, 1, query.dtype), layer.head_dim**-0.5).flatten(2)
+    (query,) = rotary(positions.gather(1, last), layer.split_heads(layer.q_proj(gather_positions(x, last))))
+    # The mask of one query a row: that of all would grow with the square of a prompt.
+    seen = (torch.arange(x.shape[1], device=x.device) < counts[:, None])[:, None]
+    attention = AttentionPass(cache.lengths, cache.start, positions.gather(1, last), seen, positions)
+    bias = mask_bias(attention.mask(None, query.device), 1, query.dtype)
+    attended = attend(query, key, value, bias, layer.head_dim**-0.5).flatten(2)
     cache.commit(None, counts, cache.longest_with(counts))
     return attended

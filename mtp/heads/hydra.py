@@ -178,10 +178,8 @@ class HydraPlusHead(CachingHead, HydraHead):
         super().warm_start(batches)
 
     def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
-        layer, states = self.prefix_embedding_layer, self.state.unread
-        assert states is not None
+        layer, states = self.prefix_embedding_layer, self.state.unread.take()
         hidden = states.hidden.to(self.input_scale)
         attended = enter(layer, self.rotary, self.state.cache, layer.input_layernorm(hidden), states.counts)
-        self.state.unread = None
         last = gather_positions(hidden, (states.counts - 1)[:, None])
         return self._begin(self.prefix_norm(layer.finish(last, attended)), pending)

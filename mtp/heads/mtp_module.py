@@ -3,7 +3,8 @@ token further ahead, and feeds itself to look further still.
 
 The layer reads ``eh_proj [norm(embedding of the next token); norm(hidden)]``; the target's own output matrix makes a
 hidden state into logits.  One module is chained to any depth: it reads its own hidden state where the target's is not
-known yet, and is trained unrolled.  Where a target ships a module, ``from_target_checkpoint`` loads it as it is.
+known yet, and is trained unrolled.  Where a target ships a module, ``from_target_checkpoint`` loads it as it is; in a
+recipe ``head.sizes.shipped=true`` says so, and with ``optim.epochs=0`` it is measured and kept, and not trained.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mtp.drafters.base import TargetStates
 from mtp.heads.base import TrainingBatch
 from mtp.heads.caching import CachingConfig
 from mtp.heads.layers import LayerSizes, gather_positions
-from mtp.heads.shipped import shipped_module
+from mtp.heads.shipped import checkpoint_folder, shipped_module
 from mtp.heads.target_layer import ADVICE, TargetLayer, full_attention_layer
 from mtp.heads.target_output import TargetOutputHead
 from mtp.heads.unrolling import Bases
@@ -45,12 +46,14 @@ class MtpModuleConfig(CachingConfig):
         chain_normed: a further step reads the hidden state after the last norm (Qwen3-Next, MiMo), not before it
             (DeepSeek-V3).
         hidden_first: ``eh_proj`` reads [hidden; embedding] (MiMo), not [embedding; hidden].
+        shipped: it begins as the module that the target's own checkpoint holds.
         precision: of its weights.
     """
 
     layer: int = 0
     chain_normed: bool = True
     hidden_first: bool = False
+    shipped: bool = False
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
@@ -81,25 +84,41 @@ class MtpModuleHead(TargetOutputHead):
         return {**super().default_sizes(target, asked), "layer": full_attention_layer(target)}
 
     @classmethod
-    def from_target_checkpoint(cls, target: Target, folder: str | Path, **sizes: Any) -> Self:
-        """The module that the target's own checkpoint ships, as it is, over the whole vocabulary.
+    def from_target(cls, target: Target, draft_ids: Tensor, shipped: bool = False, **sizes: Any) -> Self:
+        """See ``Head.from_target``.
+
+        Args:
+            shipped: take the module of the target's own checkpoint, wherever on this machine that lies.
+
+        Raises:
+            UnsupportedTargetError: if it is wanted and there is none.
+        """
+        if shipped:
+            folder = checkpoint_folder(target)
+            return cls.from_target_checkpoint(target, folder, draft_ids, **{"precision": "float32", **sizes})
+        return super().from_target(target, draft_ids, **sizes)
+
+    @classmethod
+    def from_target_checkpoint(
+        cls, target: Target, folder: str | Path, draft_ids: Tensor | None = None, **sizes: Any
+    ) -> Self:
+        """The module that the target's own checkpoint ships, as it is.
 
         Args:
             target: loaded from ``folder`` (Transformers leaves the module's weights out).
             folder: with the checkpoint's safetensors files, in the names of DeepSeek-V3 and GLM-4.5
                 (``model.layers.N.*``), Qwen3-Next (``mtp.*``) or MiMo (``model.mtp_layers.0.*``).
+            draft_ids: ``[Vd]`` the draft vocabulary; the whole one by default.
 
         Raises:
             UnsupportedTargetError: if it ships none, or one that does not fit the target's layers.
         """
         shipped = shipped_module(target, folder)
-        head = cls.from_target(
+        of_module = {"chain_normed": shipped.style.chain_normed, "hidden_first": shipped.style.hidden_first}
+        head = super().from_target(
             target,
-            torch.arange(target.vocab_size, device=target.device),
-            chain_normed=shipped.style.chain_normed,
-            hidden_first=shipped.style.hidden_first,
-            precision=str(target.dtype).removeprefix("torch."),
-            **sizes,
+            torch.arange(target.vocab_size, device=target.device) if draft_ids is None else draft_ids,
+            **{"precision": str(target.dtype).removeprefix("torch."), **sizes, **of_module, "shipped": True},
         )
         own = {"draft_ids": head.draft_ids}
         missing, unexpected = head.load_state_dict({**shipped.tensors, **own}, strict=False)
@@ -148,8 +167,11 @@ class MtpModuleHead(TargetOutputHead):
     def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
         """``eh_proj`` becomes the linear map onto the target's next final state; the layer starts as the identity.
 
-        What is fitted is the state before the last norm, up to its length: the norm gives it back.
+        What is fitted is the state before the last norm, up to its length: the norm gives it back.  A module that the
+        target ships stays as it is.
         """
+        if self.config.shipped:
+            return
         scale, shift = affine_of(self.norm, self.config.hidden_size)
         fit = RidgeRegression(2 * self.config.hidden_size, self.config.hidden_size, self.draft_ids.device)
         for batch in batches:

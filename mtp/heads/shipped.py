@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from torch import Tensor
 
@@ -76,6 +77,24 @@ class ShippedModule:
 
     style: ShippedStyle
     tensors: dict[str, Tensor]
+
+
+def checkpoint_folder(target: Target) -> Path:
+    """Where the files that ``target`` was loaded from lie on this machine.
+
+    Raises:
+        UnsupportedTargetError: if they cannot be found.
+    """
+    config = target.causal_lm.config
+    name, revision = getattr(config, "name_or_path", ""), getattr(config, "_commit_hash", None)
+    if name and Path(name).is_dir():
+        return Path(name)
+    if name and isinstance(found := try_to_load_from_cache(name, "config.json", revision=revision), str):
+        return Path(found).parent
+    raise UnsupportedTargetError(
+        f"The files of the target ({name!r}) are not on this machine, so that no MTP module can be read from them. "
+        "Expected a target that was loaded from a folder or from the Hub."
+    )
 
 
 def shipped_module(target: Target, folder: str | Path) -> ShippedModule:

@@ -1,0 +1,59 @@
+"""What scripts/compare_heads.py writes: tables in Markdown of what heads came to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table, its first row the heading."""
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def overview(results: Sequence[dict[str, Any]]) -> str:
+    """One row a head: size, training, mean accepted length by data set and temperature, draft time, speed."""
+    columns = list(dict.fromkeys((d, t) for each in results for d, taus in each["acceptance"].items() for t in taus))
+    names = [f"{data}, {'greedy' if t == '0' else f'T = {t}'}" for data, t in columns]
+    rows = [["head", "parameters", "minutes", *names, "draft ms a round", "tokens/s", "x plain", "x transformers"]]
+    for each in sorted(results, key=lambda each: -each.get("tokens_per_second", 0.0)):
+        taus = [each["acceptance"].get(data, {}).get(t, {}).get("all") for data, t in columns]
+        speed = each.get("speedup_over", {})
+        rows.append(
+            [
+                each["name"],
+                f"{each['parameters'] / 1e6:.1f} M" if "parameters" in each else "-",
+                text(each.get("minutes"), 1),
+                *(text(tau, 2) for tau in taus),
+                *(text(each.get("draft_milliseconds"), 1), text(each.get("tokens_per_second"), 1)),
+                *(text(speed.get("plain"), 2), text(speed.get("transformers"), 2)),
+            ]
+        )
+    return markdown(rows)
+
+
+def by_category(results: Sequence[dict[str, Any]], data: str, temperature: str) -> str:
+    """Mean accepted length, one row a head and one column a category."""
+    measured = [each for each in results if temperature in each["acceptance"].get(data, {})]
+    names = list(dict.fromkeys(name for each in measured for name in each["acceptance"][data][temperature]))
+    rows = [["head", *names]]
+    for each in measured:
+        taus = each["acceptance"][data][temperature]
+        rows.append([each["name"], *(text(taus.get(name), 2) for name in names)])
+    return markdown(rows)
+
+
+def curves(results: Sequence[dict[str, Any]]) -> str:
+    """Mean accepted length on held-out rows against trained positions and minutes, for those evaluated on the way."""
+    rows = [["head", "trained positions", "minutes", "mean accepted length, held-out rows"]]
+    for each in results:
+        for point in each.get("curve", []):
+            position, minutes = f"{point['positions']:,}", text(point["minutes"], 1)
+            rows.append([each["name"], position, minutes, text(point["mean_accepted_length"], 2)])
+    return markdown(rows)
+
+
+def text(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
