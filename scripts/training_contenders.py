@@ -86,7 +86,8 @@ class Shop:
         self.taps = [tensors[f"taps.{at}"] for at in range(len(prompts))]
 
     def target(self) -> Target:
-        return Target(AutoModelForCausalLM.from_pretrained(self.settings["target"], dtype=torch.float32).eval())
+        model = AutoModelForCausalLM.from_pretrained(self.settings["target"], dtype=torch.float32)
+        return Target(model.eval().requires_grad_(False))
 
     def padded(self, indices: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tokens ``[B, T]``, hidden ``[B, T, H]``, taps ``[B, T, 3 * H]``, and which tokens are an answer's."""
