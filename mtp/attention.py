@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ class AttentionPass:
         lengths: ``[B]`` committed tokens of each row.
         start: slot of the first staged token: the length of the longest row, and so of a single one.
         positions: ``[B, T]`` positions of this pass's tokens (the queries).
-        staged_mask: ``[B, T, S]`` which of the S staged tokens each query sees, itself included.
+        staged_mask: ``[B, T, S]`` which of the S staged tokens each query sees, itself included; None for a chain, each
+            token of which sees those before it.
         staged_positions: ``[B, S]`` positions of all staged tokens.
         causal: the pass is a plain causal chain over empty rows (a prefill), for which no mask has to be built unless
             a window is shorter than it.
@@ -55,14 +57,15 @@ class AttentionPass:
         lengths: Tensor,
         start: int,
         positions: Tensor,
-        staged_mask: Tensor,
+        staged_mask: Tensor | None,
         staged_positions: Tensor,
         causal: bool = False,
     ):
         self.lengths = lengths
         self.start = start
         self.positions = positions
-        self.staged_mask = staged_mask
+        if staged_mask is not None:
+            self.staged_mask = staged_mask
         self.staged_positions = staged_positions
         self.causal = causal
         self.calls = 0
@@ -82,8 +85,14 @@ class AttentionPass:
         """``length`` tokens a row, one after the other, behind the row's prefix (a prefill)."""
         offsets = torch.arange(length, device=lengths.device)
         positions = lengths[:, None] + offsets
-        mask = (offsets[:, None] >= offsets).expand(lengths.shape[0], length, length)
-        return cls(lengths, start, positions, mask, positions, causal=start == 0)
+        return cls(lengths, start, positions, None, positions, causal=start == 0)
+
+    @cached_property
+    def staged_mask(self) -> Tensor:
+        """``[B, T, S]``, where none was given that of a chain; a plain prefill never asks for it."""
+        batch, length = self.positions.shape
+        offsets = torch.arange(length, device=self.lengths.device)
+        return (offsets[:, None] >= offsets).expand(batch, length, length)
 
     def is_plain(self, local_size: int | None) -> bool:
         """Whether the mask of layers with this window or chunk (None: neither) is a causal triangle."""
@@ -96,14 +105,14 @@ class AttentionPass:
         """
         if len(self.lengths) > 1 or (local_size is not None and self.end > local_size):
             return False
-        opens = merged_attention.pays(device, self.start, self.staged_mask.shape[2])
+        opens = merged_attention.pays(device, self.start, self.staged_positions.shape[1])
         self._has_open_prefix |= opens
         return opens
 
     @property
     def end(self) -> int:
         """One past the last staged slot."""
-        return self.start + self.staged_mask.shape[2]
+        return self.start + self.staged_positions.shape[1]
 
     @property
     def expects_no_mask(self) -> bool:

@@ -145,6 +145,9 @@ class OptimConfig:
         step_weight: unrolled step i counts ``step_weight ** i`` (EAGLE-3 uses 0.8); or a list, one weight a step.
         own_tokens: share of the positions that follow the head's own guesses at the end of the training, rising
             steadily from none: where a guess of its own would be wrong, deeper steps are not trained.
+        activation_checkpointing: keep no more of an unrolled step for the backward pass than its inputs and logits, and
+            compute the rest again. For rows so long that a batch of one does not fit; otherwise smaller batches and a
+            larger ``accumulate`` save as much and cost nothing.
         seed: of everything that is random.
     """
 
@@ -160,6 +163,7 @@ class OptimConfig:
     loss: dict[LossName, float] = field(default_factory=lambda: {"soft_cross_entropy": 1.0})
     step_weight: float | tuple[float, ...] = 0.8
     own_tokens: float = 0.0
+    activation_checkpointing: bool = False
     seed: int = 0
 
 

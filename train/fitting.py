@@ -105,3 +105,8 @@ def refuse_unfit_objective(head: type[Head], steps: int, optim: OptimConfig) -> 
             f"optim.own_tokens={optim.own_tokens}, but a {head.family} head has no steps that could follow a guess "
             "of its own; set it to 0."
         )
+    if optim.activation_checkpointing and not head.recomputes:
+        raise ConfigError(
+            f"optim.activation_checkpointing=true: the layers of a {head.family} head cannot be computed again by "
+            "themselves. Set it to false; lower optim.batch_positions and raise optim.accumulate to save memory."
+        )

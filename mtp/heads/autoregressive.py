@@ -62,10 +62,13 @@ class AutoregressiveHead(CachingHead):
         """
         attention = UnrolledAttention(self.midlayer, self.rotary, entries, bases)
 
+        def take_step(residual: Tensor, x: Tensor, step: int) -> Tensor:
+            return self.midlayer.finish(residual, attention(x, step))
+
         def run(residual: Tensor, x: Tensor, step: int) -> Tensor:
             if step > 0:
                 attention.add_own(x, step)
-            return self.midlayer.finish(residual, attention(x, step))
+            return self.recomputed(take_step, residual, x, step)
 
         return run
 
@@ -96,7 +99,7 @@ class AutoregressiveHead(CachingHead):
                 residual, x = self.combine(embeddings[rows, nodes], hidden)
             hidden = run(residual, x, step)
             trained = batch.bases(step + 2)[rows, positions] & reached
-            logits, at = self.guess(hidden[trained]), positions[trained] + 1 + step
+            logits, at = self.recomputed(self.guess, hidden[trained]), positions[trained] + 1 + step
             estimate = hidden[trained] if self.estimates_hidden else None
             predictions.append(Prediction(logits, rows[trained], at, estimate))
             if batch.own_tokens > 0:

@@ -131,16 +131,27 @@ class MtpModuleHead(TargetOutputHead):
     # ---- training -------------------------------------------------------------------------------------------------
 
     def unrolled(self, entries: Tensor, bases: Bases) -> Callable[[Tensor, Tensor, int], Tensor]:
-        nothing = torch.zeros(entries.shape[0], dtype=torch.long, device=entries.device)
-        cache = DynamicCache()
-        true = self.layer(entries, AttentionPass.over_chain(entries.shape[1], nothing, 0), cache)
-        visible = torch.arange(entries.shape[1], device=entries.device) <= bases.grid[:, :, None]
+        length = entries.shape[1]
+        past: list[Tensor] = []  # keys and values of the text, and of the steps so far
+
+        def read_text(entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            nothing = torch.zeros(entries.shape[0], dtype=torch.long, device=entries.device)
+            cache = DynamicCache()
+            streamed = self.layer(entries, AttentionPass.over_chain(length, nothing, 0), cache)
+            return self._hidden(streamed[bases.rows, bases.positions]), *_held(cache)
+
+        def take_step(x: Tensor, step: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            cache = DynamicCache()
+            cache.update(key, value, 0)
+            streamed = self.layer.unrolled(bases.spread(x), bases.grid + step, bases.grid, length, cache)
+            return self._hidden(streamed[bases.place]), *_held(cache)
 
         def run(residual: Tensor, x: Tensor, step: int) -> Tensor:
             if step == 0:
-                return self._hidden(true[bases.rows, bases.positions])
-            streamed = self.layer.unrolled(bases.spread(x), bases.grid + step, visible, cache)
-            return self._hidden(streamed[bases.place])
+                hidden, *past[:] = self.recomputed(read_text, entries)
+            else:
+                hidden, *past[:] = self.recomputed(take_step, x, step, *past)
+            return hidden
 
         return run
 
@@ -176,6 +187,12 @@ class MtpModuleHead(TargetOutputHead):
 
     def staged(self, residual: Tensor, x: Tensor, attention: AttentionPass) -> Tensor:
         return self._hidden(self.layer(x, attention, self.state.cache))
+
+
+def _held(cache: DynamicCache) -> tuple[Tensor, Tensor]:
+    """Keys and values of the one layer that a cache is of."""
+    layer: Any = cache.layers[0]
+    return layer.keys, layer.values
 
 
 def final_norm(target: Target) -> nn.Module:
