@@ -25,6 +25,7 @@ LossName = Literal[
     "top_k",
     "smooth_l1",
 ]
+BLOCK_ON_CPU, BLOCK = 2**19, 2**27  # entries of [M, V] that are worked on together
 OUTSIDE = -1  # label of a token that the draft vocabulary does not hold
 
 
@@ -193,7 +194,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
     """Rows of ``logits [M, V]`` in blocks: on a CPU so small that they stay in its cache, elsewhere large."""
-    entries = 2**19 if logits.device.type == "cpu" else 2**27
+    entries = BLOCK_ON_CPU if logits.device.type == "cpu" else BLOCK
     rows = max(1, entries // logits.shape[-1])
     for first in range(0, len(logits), rows):
         yield slice(first, first + rows)

@@ -9,7 +9,7 @@ known yet, and is trained unrolled.  Where a target ships a module, ``from_targe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from mtp.attention import AttentionPass
 from mtp.drafters.base import TargetStates
+from mtp.heads.autoregressive import Past, UnrolledLayer
 from mtp.heads.base import TrainingBatch
 from mtp.heads.caching import CachingConfig
 from mtp.heads.layers import LayerSizes, gather_positions
@@ -130,28 +131,23 @@ class MtpModuleHead(TargetOutputHead):
 
     # ---- training -------------------------------------------------------------------------------------------------
 
-    def unrolled(self, entries: Tensor, bases: Bases) -> Callable[[Tensor, Tensor, int], Tensor]:
+    def unrolled(self, entries: Tensor, bases: Bases) -> UnrolledLayer:
         length = entries.shape[1]
-        past: list[Tensor] = []  # keys and values of the text, and of the steps so far
 
-        def read_text(entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            nothing = torch.zeros(entries.shape[0], dtype=torch.long, device=entries.device)
+        def run(residual: Tensor, x: Tensor, step: int, past: Past) -> tuple[Tensor, Past]:
+            """``past``: keys and values of the text and of the steps so far."""
             cache = DynamicCache()
-            streamed = self.layer(entries, AttentionPass.over_chain(length, nothing, 0), cache)
-            return self._hidden(streamed[bases.rows, bases.positions]), *_held(cache)
-
-        def take_step(x: Tensor, step: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            cache = DynamicCache()
-            cache.update(key, value, 0)
-            streamed = self.layer.unrolled(bases.spread(x), bases.grid + step, bases.grid, length, cache)
-            return self._hidden(streamed[bases.place]), *_held(cache)
-
-        def run(residual: Tensor, x: Tensor, step: int) -> Tensor:
             if step == 0:
-                hidden, *past[:] = self.recomputed(read_text, entries)
+                nothing = torch.zeros(entries.shape[0], dtype=torch.long, device=entries.device)
+                streamed = self.layer(entries, AttentionPass.over_chain(length, nothing, 0), cache)
+                streamed = streamed[bases.rows, bases.positions]
             else:
-                hidden, *past[:] = self.recomputed(take_step, x, step, *past)
-            return hidden
+                key, value = past
+                cache.update(key, value, 0)
+                streamed = self.layer.unrolled(bases.spread(x), bases.grid + step, bases.grid, length, cache)
+                streamed = streamed[bases.place]
+            layer: Any = cache.layers[0]
+            return self._hidden(streamed), (layer.keys, layer.values)
 
         return run
 
@@ -187,12 +183,6 @@ class MtpModuleHead(TargetOutputHead):
 
     def staged(self, residual: Tensor, x: Tensor, attention: AttentionPass) -> Tensor:
         return self._hidden(self.layer(x, attention, self.state.cache))
-
-
-def _held(cache: DynamicCache) -> tuple[Tensor, Tensor]:
-    """Keys and values of the one layer that a cache is of."""
-    layer: Any = cache.layers[0]
-    return layer.keys, layer.values
 
 
 def final_norm(target: Target) -> nn.Module:

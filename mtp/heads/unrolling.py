@@ -6,7 +6,7 @@ arXiv 2503.01840, section 3.2; HASS, arXiv 2408.15766).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -73,22 +73,23 @@ class UnrolledAttention:
         key = layer.split_heads(layer.k_proj(entries))
         (self.key,) = rotary(everywhere, key)
         self.value = layer.split_heads(layer.v_proj(entries))
-        self.own_keys: list[Tensor] = []
-        self.own_values: list[Tensor] = []
 
-    def add_own(self, x: Tensor, step: int) -> None:
-        """Enter ``x [M, I]``, the input of a step from 1 on; later steps at the same base see it."""
-        key = self.layer.split_heads(self.bases.spread(self.layer.k_proj(x)))
-        self.own_keys.extend(self.rotary(self.bases.grid + step, key))
-        self.own_values.append(self.layer.split_heads(self.bases.spread(self.layer.v_proj(x))))
+    def entry(self, x: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Key and value of ``x [M, I]``, the input of a step from 1 on; it and later steps at its base see them."""
+        key, value = (
+            self.layer.split_heads(self.bases.spread(project(x))) for project in (self.layer.k_proj, self.layer.v_proj)
+        )
+        return *self.rotary(self.bases.grid + step, key), value
 
-    def __call__(self, x: Tensor, step: int) -> Tensor:
-        """``[M, heads * D]`` what the layer's inputs ``x [M, I]`` attend to at a step."""
+    def __call__(self, x: Tensor, step: int, own: Sequence[Tensor] = ()) -> Tensor:
+        """``[M, heads * D]`` what the layer's inputs ``x [M, I]`` attend to at a step.
+
+        Args:
+            own: ``entry`` of the steps from 1 to this one, one behind the other.
+        """
         query = self.layer.split_heads(self.bases.spread(self.layer.q_proj(x)))
         (query,) = self.rotary(self.bases.grid + step, query)
-        # Of its own entries no more than there are at this step: it may be computed again when there are others.
-        own_keys, own_values = self.own_keys[:step], self.own_values[:step]
-        attended = attend_with_own(query, self.key, self.value, self.bases.grid, own_keys, own_values)
+        attended = attend_with_own(query, self.key, self.value, self.bases.grid, own[::2], own[1::2])
         return attended[self.bases.place]
 
 
@@ -109,8 +110,8 @@ def attend_with_own(
     key: Tensor,
     value: Tensor,
     seen: Tensor,
-    own_keys: list[Tensor],
-    own_values: list[Tensor],
+    own_keys: Sequence[Tensor],
+    own_values: Sequence[Tensor],
     scaling: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
@@ -131,8 +132,8 @@ def _attend_with_own(
     key: Tensor,
     value: Tensor,
     seen: Tensor,
-    own_keys: list[Tensor],
-    own_values: list[Tensor],
+    own_keys: Sequence[Tensor],
+    own_values: Sequence[Tensor],
     softcap: float | None,
 ) -> Tensor:
     """``attend_with_own`` of scaled queries, all at once."""
