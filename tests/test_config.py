@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import typing
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from train.config import ConfigError
+from train.config import ConfigError, RunConfig
 from train.recipe import load_config
 
 REQUIRED = ["target.path=somewhere", "data.path=elsewhere"]
@@ -38,6 +43,48 @@ def test_an_unknown_section_is_refused() -> None:
 @pytest.mark.parametrize("override", ["head.steps=three", "optim.lr=fast", "head.steps=2.5", "data.limit=yes"])
 def test_a_wrong_type_is_refused_with_what_was_found_and_expected(override: str) -> None:
     with pytest.raises(ConfigError, match=f"{override.split('=')[0]}: found .*expected"):
+        load_config([*REQUIRED, override])
+
+
+def numbers(schema: type, prefix: str = "") -> Iterator[str]:
+    """Every key of the recipe that may be a number."""
+    for name, kind in typing.get_type_hints(schema, include_extras=True).items():
+        if is_dataclass(kind):
+            yield from numbers(kind, f"{prefix}{name}.")
+        elif typing.get_origin(kind) is not dict and {int, float} & leaves(kind):
+            yield prefix + name
+
+
+def leaves(kind: Any) -> set[Any]:
+    """What a type is made of, literal values left out."""
+    parts = () if typing.get_origin(kind) is typing.Literal else typing.get_args(kind)
+    return {kind}.union(*map(leaves, parts))
+
+
+# Checked with the head that it is for, as are the weights of losses (tests/test_fitting.py).
+NUMBERS = sorted(set(numbers(RunConfig)) - {"optim.step_weight"})
+
+
+@pytest.mark.parametrize("value", ["-1", ".nan", "-.inf"])
+@pytest.mark.parametrize("key", NUMBERS)
+def test_every_number_of_a_recipe_has_a_range(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: found .*expected"):
+        load_config([*REQUIRED, f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("log_every=0", "log_every: found 0, expected 1 or more."),
+        ("optim.lr=0", "optim.lr: found 0.0, expected more than 0."),
+        ("optim.warmup=1.5", "optim.warmup: found 1.5, expected 0 to 1."),
+        ("optim.beta2=1", "optim.beta2: found 1.0, expected 0 to below 1."),
+        ("start.traffic_share=0", "start.traffic_share: found 0.0, expected more than 0 to 1."),
+        ("optim.seed=4294967296", "optim.seed: found 4294967296, expected 0 to 4294967295."),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_with_what_it_may_be(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         load_config([*REQUIRED, override])
 
 

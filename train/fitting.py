@@ -50,8 +50,6 @@ def check_head(config: RunConfig) -> tuple[type[Head], dict[str, Any]]:
         ConfigError: for a family, size, loss or schedule that does not exist or does not fit the family.
     """
     family = head_family(config.head)
-    if config.head.steps < 1:
-        raise ConfigError(f"head.steps: found {config.head.steps}; expected 1 or more.")
     sizes = head_sizes(family, config.head)
     refuse_unfit_objective(family, config.head.steps, config.optim)
     return family, sizes
@@ -98,8 +96,6 @@ def refuse_unfit_objective(head: type[Head], steps: int, optim: OptimConfig) -> 
             f"optim.step_weight: found {optim.step_weight}; expected a number above 0, or a list of {steps} weights "
             "(head.steps), at least one of them above 0."
         )
-    if not 0 <= optim.own_tokens <= 1:
-        raise ConfigError(f"optim.own_tokens: found {optim.own_tokens}; expected a share between 0 and 1.")
     if optim.own_tokens > 0 and not head.follows_own_tokens:
         raise ConfigError(
             f"optim.own_tokens={optim.own_tokens}, but a {head.family} head has no steps that could follow a guess "

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from train.config import ConfigError, RunConfig
+from train.config import ConfigError, Range, RunConfig
 
 
 def load_config(arguments: Sequence[str]) -> RunConfig:
@@ -58,7 +58,7 @@ def build(schema: type[Any], values: Any, prefix: str = "") -> Any:
         raise ConfigError(f"{prefix.rstrip('.') or 'The recipe'}: found {values!r}, expected a section of keys.")
     known = {item.name for item in fields(schema)}
     refuse_unknown_keys(values, known, prefix)
-    hints = typing.get_type_hints(schema)
+    hints = typing.get_type_hints(schema, include_extras=True)
     return schema(**{key: convert(hints[key], value, f"{prefix}{key}") for key, value in values.items()})
 
 
@@ -77,7 +77,7 @@ def convert(kind: Any, value: Any, key: str) -> Any:
         return build(kind, value, f"{key}.")
     is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
     options = typing.get_args(kind) if is_union else (kind,)
-    for option in options:
+    for option, limit in map(_limited, options):
         origin = typing.get_origin(option) or option
         if option is type(None):
             if value is None:
@@ -90,7 +90,7 @@ def convert(kind: Any, value: Any, key: str) -> Any:
         elif origin is float:
             number = _as_float(value)
             if number is not None:
-                return number
+                return _within(limit, number, key)
         elif origin is dict:
             if isinstance(value, dict):
                 return _items(option, value, key)
@@ -99,10 +99,24 @@ def convert(kind: Any, value: Any, key: str) -> Any:
             if name in typing.get_args(option):
                 return name
         elif isinstance(value, origin) and not (origin is int and isinstance(value, bool)):
-            return value
+            return _within(limit, value, key)
     raise ConfigError(
         f"{key}: found {value!r} ({type(value).__name__}), expected {' or '.join(map(_name_of, options))}."
     )
+
+
+def _limited(kind: Any) -> tuple[Any, Range | None]:
+    """A type without, and with, the range that its numbers are limited to."""
+    if typing.get_origin(kind) is typing.Annotated:
+        plain, limit = typing.get_args(kind)
+        return plain, limit
+    return kind, None
+
+
+def _within(limit: Range | None, value: Any, key: str) -> Any:
+    if limit is not None and not limit.holds(value):
+        raise ConfigError(f"{key}: found {value}, expected {limit}.")
+    return value
 
 
 def _items(kind: Any, values: dict[Any, Any], key: str) -> dict[Any, Any]:
@@ -116,6 +130,7 @@ def _items(kind: Any, values: dict[Any, Any], key: str) -> dict[Any, Any]:
 
 def _name_of(kind: Any) -> str:
     """What a person calls a type, or the values there are."""
+    kind, _ = _limited(kind)
     if typing.get_origin(kind) is Literal:
         return " or ".join(map(str, typing.get_args(kind)))
     return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))
