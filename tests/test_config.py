@@ -112,6 +112,19 @@ def test_mixed_precision_may_be_left_to_accelerate_or_named(text: str, value: st
     assert load_config([*REQUIRED, f"mixed_precision={text}"]).mixed_precision == value
 
 
+@pytest.mark.parametrize("override", ["optim.loss={top_k:", "report_to=[wandb", "output='runs"])
+def test_a_value_that_is_no_yaml_is_refused_with_its_place(override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(override)}, line 1, column \d+: not YAML"):
+        load_config([*REQUIRED, override])
+
+
+def test_a_recipe_that_is_no_yaml_is_refused_with_its_place(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("output: runs\noptim: {lr: 1e-3\n")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml, line 3, column 1: not YAML"):
+        load_config([str(recipe), *REQUIRED])
+
+
 def test_a_missing_recipe_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"No recipe at nowhere\.yaml"):
         load_config(["nowhere.yaml"])

@@ -212,6 +212,11 @@ def test_a_draft_vocabulary_that_the_target_does_not_have_is_refused(workshop: P
         train(workshop, tmp_path / "run", "head.draft_vocab_size=25")
 
 
+def test_an_evaluation_that_no_prompt_leaves_room_for_is_refused(workshop: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"eval\.max_new_tokens=1000000: behind none of the \d+ held-out prompts"):
+        train(workshop, tmp_path / "run", "eval.max_new_tokens=1000000")
+
+
 def test_answers_with_foreign_token_ids_are_refused(workshop: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt_ids": [1], "response_ids": [99]}) + "\n")

@@ -19,7 +19,8 @@ def load_config(arguments: Sequence[str]) -> RunConfig:
     """Read ``[recipe.yaml] key=value ...``.
 
     Raises:
-        ConfigError: for a missing file, an unknown key (naming the nearest right one) or a value of the wrong type.
+        ConfigError: for a file that is missing or no YAML, an unknown key (naming the nearest right one), a value of the
+            wrong type or a number out of its range.
     """
     values: dict[str, Any] = {}
     overrides = list(arguments)
@@ -27,7 +28,7 @@ def load_config(arguments: Sequence[str]) -> RunConfig:
         path = Path(overrides.pop(0))
         if not path.is_file():
             raise ConfigError(f"No recipe at {path}; expected a YAML file such as configs/smollm2_eagle3.yaml.")
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = _parse(path.read_text(encoding="utf-8"), str(path))
         if not isinstance(loaded, dict):
             raise ConfigError(f"{path} holds a {type(loaded).__name__}; expected keys and values.")
         values = loaded
@@ -35,13 +36,25 @@ def load_config(arguments: Sequence[str]) -> RunConfig:
         key, separator, text = override.partition("=")
         if not separator or not key:
             raise ConfigError(f"Found {override!r}; expected key=value, for example optim.lr=1e-3.")
-        _assign(values, key.split("."), yaml.safe_load(text) if text else None, key)
+        _assign(values, key.split("."), _parse(text, override) if text else None, key)
     config = build(RunConfig, values)
     if not config.target.path:
         raise ConfigError("target.path is empty; expected the Hub name or folder of a causal language model.")
     if not config.data.path:
         raise ConfigError("data.path is empty; expected distilled rows (train/distill.py writes them).")
     return config
+
+
+def _parse(text: str, where: str) -> Any:
+    """YAML, or ``ConfigError`` that says where it is not."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(
+            f"{where}{place}: not YAML ({error.problem}). Quote what holds spaces or brackets."
+        ) from error
 
 
 def _assign(values: dict[str, Any], path: list[str], value: Any, key: str) -> None:
