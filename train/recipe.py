@@ -19,8 +19,8 @@ def load_config(arguments: Sequence[str]) -> RunConfig:
     """Read ``[recipe.yaml] key=value ...``.
 
     Raises:
-        ConfigError: for a file that is missing or no YAML, an unknown key (naming the nearest right one), a value of the
-            wrong type or a number out of its range.
+        ConfigError: for a file that is missing or no YAML, an unknown key (naming the nearest right one), a value of
+            the wrong type or a number out of its range.
     """
     values: dict[str, Any] = {}
     overrides = list(arguments)
