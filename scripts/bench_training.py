@@ -182,7 +182,7 @@ def take_turns(contenders: Sequence[Contender]) -> None:
 def table(contenders: Sequence[Contender]) -> Table:
     """What there is to compare: trained tokens a second, peak memory, trained weights; what was learnt, held out."""
     result = Table()
-    for column in ("", "tokens/s", "ours is", "memory", "steps", "weights", "accuracy", "tau"):
+    for column in ("", "tokens/s", "ours is", "memory", "weights", "accuracy", "tau"):
         name = max(len(each.name) for each in contenders) if not column else None
         result.add_column(column, justify="left" if not column else "right", min_width=name)
     ours = next((each.speed for each in contenders if each.name == "ours"), None)
@@ -192,7 +192,6 @@ def table(contenders: Sequence[Contender]) -> Table:
             f"{each.speed:.0f}",
             "" if ours is None or each.name == "ours" else f"{ours / each.speed:.2f}x",
             f"{each.peak / 1e9:.2f} GB",
-            str(len(each.steps)),
             f"{each.ready['parameters'] / 1e6:.1f} M",
             f"{each.acceptance['accuracy'][0]:.3f}",
             f"{each.acceptance['mean_accepted_length']:.2f}",
