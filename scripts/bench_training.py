@@ -1,11 +1,13 @@
-"""A training step of EAGLE-3, three ways, side by side: trained tokens a second and peak memory.
+"""Training EAGLE-3 in several ways, side by side: trained tokens a second, peak memory, and what was learnt.
 
-    python scripts/bench_training.py --target FOLDER --data rows.jsonl [--rows 64] [--steps 3] [--positions 2048]
-        [--speculators FOLDER] [--output results.json]
+    python scripts/bench_training.py --target FOLDER --data rows.jsonl [--rows 64] [--passes 1] [--steps 3]
+        [--positions 2048] [--speculators FOLDER] [--output results.json]
 
-    ours          the step of train/heads.py
+    ours          the step of train/heads.py, from random weights, as all others but the next
+    ours+start    the same from the least-squares start that recipes have; what that took is in its tokens a second
     plain         what one would write first: rows padded as they come, an L x L mask a step, logits of all positions
                   over the whole vocabulary
+    plain+draft   the same over the draft vocabulary of the others
     speculators   that package's own EAGLE-3 model and loss, with ``--speculators FOLDER``:
                   pip install --no-deps --target FOLDER speculators==0.9.0 hs-connectors==0.9.0 openai loguru
                   pydantic pydantic-settings python-dotenv distro jiter typer (what it imports, without its engines)
@@ -14,8 +16,11 @@
 Each runs in a process of its own (``scripts/training_contenders.py``) and takes one optimiser step when it is its turn,
 on the same rows, states, sizes, positions a step and optimiser, in float32, until it has seen all rows.  The target's
 states are computed once, before, and read from memory: all need the same ones.  *Trained tokens* are those of answers,
-not of prompts or padding.  On a CPU speculators runs with ``--attention eager`` and its eager loss: its own choice of
-attention is compiled for GPUs, and its fused losses are Triton's.  Its rows are packed, as its collator packs them.
+not of prompts or padding.  At the end the same evaluation of this library measures every head on the same held-out
+rows: speculators' weights have the same names and meaning, its key-value heads being shared by several queries (with
+SmolLM2 its layer has 0.9 M weights less).  On a CPU speculators runs with ``--attention eager`` and its eager loss: its
+own choice of attention is compiled for GPUs, and its fused losses are Triton's.  Its rows are packed, as its collator
+packs them.
 """
 
 from __future__ import annotations
@@ -44,7 +49,8 @@ from train.data import draft_vocabulary, load_rows
 from train.features import pad_rows
 
 ROOT = Path(__file__).parents[1]
-OURS, THEIRS = ("ours", "plain"), ("speculators", "speculators+output")
+SHARED = ("positions", "passes", "steps", "lr", "attention", "new_tokens", "nodes")  # options that contenders read
+OURS, THEIRS = ("ours", "ours+start", "plain", "plain+draft"), ("speculators", "speculators+output")
 
 
 @dataclass
@@ -52,9 +58,10 @@ class Contender:
     """One way of training, in a process that takes a step when it is told to.
 
     Attributes:
-        ready: what it said of itself: ``batches`` of a pass, trained ``parameters``.
+        ready: what it said of itself: ``batches`` of all passes, trained ``parameters``, ``start_seconds``.
         steps: what it said of each step: ``seconds``, trained ``tokens``, ``accuracy`` of the first unrolled step.
         peak: bytes at its peak beyond what was in use before its first step.
+        acceptance: of what it trained.
     """
 
     name: str
@@ -62,6 +69,7 @@ class Contender:
     ready: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     peak: int = 0
+    acceptance: dict[str, Any] = field(default_factory=dict)
 
     def ask(self, request: str) -> dict[str, Any]:
         """One line out, one line back."""
@@ -81,15 +89,20 @@ class Contender:
 
     @property
     def speed(self) -> float:
-        """Trained tokens a second."""
-        return float(sum(step["tokens"] for step in self.steps) / sum(step["seconds"] for step in self.steps))
+        """Trained tokens a second, what went before the first step included."""
+        seconds = float(self.ready["start_seconds"]) + sum(step["seconds"] for step in self.steps)
+        return float(sum(step["tokens"] for step in self.steps) / seconds)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder of a Llama or Qwen3 causal LM")
     parser.add_argument("--data", required=True, help="distilled rows, as train/heads.py takes them")
-    parser.add_argument("--rows", type=int, default=64, help="rows of the pass (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=64, help="rows to train on (default: %(default)s)")
+    parser.add_argument("--passes", type=int, default=1, help="over these rows (default: %(default)s)")
+    parser.add_argument("--held-out", type=int, default=8, help="rows to evaluate on (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=32, help="of each answer there (default: %(default)s)")
+    parser.add_argument("--nodes", type=int, default=16, help="of the trees there (default: %(default)s)")
     parser.add_argument("--max-length", type=int, default=512, help="longer rows are left out (default: %(default)s)")
     parser.add_argument(
         "--positions", type=int, default=2048, help="of a step, padding included (default: %(default)s)"
@@ -109,9 +122,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def write_states(options: argparse.Namespace, folder: Path) -> None:
     """Rows with the target's states, for all contenders: ``states.safetensors`` and ``settings.json``."""
     target = Target(AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32).eval())
-    rows = [row for row in load_rows(options.data) if len(row) <= options.max_length][: options.rows]
-    if not rows:
-        raise SystemExit(f"error: no row of {options.data} has at most {options.max_length} tokens.")
+    short = [row for row in load_rows(options.data) if len(row) <= options.max_length]
+    rows, held_out = short[options.held_out :][: options.rows], short[: options.held_out]
+    if not rows or not held_out:
+        raise SystemExit(
+            f"error: {len(short)} rows of {options.data} have at most {options.max_length} tokens; expected more than "
+            f"--held-out {options.held_out}, and that at least 1."
+        )
     taps = target.default_taps()
     tensors = {}
     for at, row in enumerate(rows):
@@ -124,8 +141,9 @@ def write_states(options: argparse.Namespace, folder: Path) -> None:
     settings = {
         "target": str(Path(options.target).expanduser().resolve()),
         "prompts": [len(row.prompt_ids) for row in rows],
+        "held_out": [{"prompt_ids": row.prompt_ids, "response_ids": row.response_ids} for row in held_out],
         "taps": taps,
-        **{name: getattr(options, name) for name in ("positions", "steps", "lr", "attention")},
+        **{name: getattr(options, name) for name in SHARED},
     }
     write_json(folder / "settings.json", settings)
 
@@ -148,7 +166,7 @@ def start(name: str, folder: Path, options: argparse.Namespace) -> Contender:
 
 
 def take_turns(contenders: Sequence[Contender]) -> None:
-    """A step of each in turn until all have seen all rows; the first of each warms up and is taken again."""
+    """A step of each in turn until all have seen all rows, after one to warm up; then what each has learnt."""
     for contender in contenders:
         contender.ask("warm up")
     while any(contender.left for contender in contenders):
@@ -157,13 +175,16 @@ def take_turns(contenders: Sequence[Contender]) -> None:
                 contender.steps.append(contender.ask("step"))
     for contender in contenders:
         contender.peak = contender.ask("peak")["bytes"]
+    for contender in contenders:
+        contender.acceptance = contender.ask("acceptance")
 
 
 def table(contenders: Sequence[Contender]) -> Table:
-    """What there is to compare."""
+    """What there is to compare: trained tokens a second, peak memory, trained weights; what was learnt, held out."""
     result = Table()
-    for column in ("", "trained tokens/s", "ours is", "peak memory", "steps", "trained weights", "accuracy, last step"):
-        result.add_column(column, justify="left" if not column else "right")
+    for column in ("", "tokens/s", "ours is", "memory", "weights", "accuracy", "tau"):
+        name = max(len(each.name) for each in contenders) if not column else None
+        result.add_column(column, justify="left" if not column else "right", min_width=name)
     ours = next((each.speed for each in contenders if each.name == "ours"), None)
     for each in contenders:
         result.add_row(
@@ -171,9 +192,9 @@ def table(contenders: Sequence[Contender]) -> Table:
             f"{each.speed:.0f}",
             "" if ours is None or each.name == "ours" else f"{ours / each.speed:.2f}x",
             f"{each.peak / 1e9:.2f} GB",
-            str(len(each.steps)),
             f"{each.ready['parameters'] / 1e6:.1f} M",
-            f"{each.steps[-1]['accuracy']:.3f}",
+            f"{each.acceptance['accuracy'][0]:.3f}",
+            f"{each.acceptance['mean_accepted_length']:.2f}",
         )
     return result
 
@@ -193,7 +214,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Console().print(table(contenders))
     if options.output is not None:
         figures = {
-            each.name: {"tokens_per_second": each.speed, "peak_bytes": each.peak, **each.ready, "steps": each.steps}
+            each.name: {
+                "tokens_per_second": each.speed,
+                "peak_bytes": each.peak,
+                **each.ready,
+                "steps": each.steps,
+                "held_out": each.acceptance,
+            }
             for each in contenders
         }
         write_json(options.output, figures)

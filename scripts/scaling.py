@@ -152,13 +152,23 @@ def head_bytes(head: HeadSize) -> float:
     return 16.0 * head.parameters
 
 
-def batch_bytes(head: HeadSize, positions: int, trained: float) -> float:
-    """What a batch keeps until the backward pass: states in float32, and for each step logits, their softmax and the
-    activations of the layer."""
-    states = 4 * 4 * head.hidden * positions
-    kept = head.steps * (4 * head.hidden + 2 * head.width + 3 * head.inner) * 2
-    logits = head.steps * head.vocabulary * (2 + 4) + head.vocabulary * 4
-    return states + trained * positions * (kept + logits)
+def batch_bytes(head: HeadSize, positions: int, trained: float, checkpointing: bool = False) -> float:
+    """Most that a batch takes, under bfloat16 autocast: where the forward pass ends, or a step is computed again.
+
+    Args:
+        trained: share of the positions that are trained.
+        checkpointing: ``optim.activation_checkpointing``.
+    """
+    # The target's states in float32; of the text's entries the inputs of norms and products, keys and values.
+    text = 16 * head.hidden + (38 if checkpointing else 29) * head.hidden + 5 * head.width
+    # Of a step: ten hidden states in float32 (the stream, embeddings, and each before and behind its norm), queries,
+    # keys, values and what they attend to, and four vectors of the MLP, in bfloat16.
+    inside = 40 * head.hidden + 7 * head.width + 8 * head.inner
+    left = 4 * head.hidden + 5 * head.width  # the stream, and the step's own keys and values
+    kept = head.steps * left + inside if checkpointing else head.steps * inside
+    # Logits and their gradient in bfloat16 for each step, and the target's distribution in float32 for all of them.
+    logits = (head.steps * (2 + 2) + 4) * head.vocabulary
+    return positions * (text + trained * (kept + logits))
 
 
 @dataclass(frozen=True)
@@ -169,6 +179,7 @@ class Plan:
         placement: of the target's weights, in words.
         positions: of a batch on one accelerator.
         memory: bytes on each accelerator.
+        saved: bytes of it that activation checkpointing saves, for one more forward pass of the head.
         target_seconds: of one token on one accelerator.
         head_seconds: the same.
         tokens: a second on all of them.
@@ -177,6 +188,7 @@ class Plan:
     placement: str
     positions: int
     memory: float
+    saved: float
     target_seconds: float
     head_seconds: float
     tokens: float
@@ -200,7 +212,8 @@ def plan(target: TargetSize, gpus: int, machine: Machine = H200) -> Plan:
 
 def _plans(target: TargetSize, gpus: int, machine: Machine, positions: int) -> list[Plan]:
     head, weights, group = head_of(target), target.weight_bytes, min(gpus, machine.neighbours)
-    working = head_bytes(head) + batch_bytes(head, positions, RESPONSE_SHARE) + pass_bytes(target, positions)
+    batch, spared = (batch_bytes(head, positions, RESPONSE_SHARE, checkpointing) for checkpointing in (False, True))
+    working = head_bytes(head) + batch + pass_bytes(target, positions)
     gathered = 2 * weights / target.layers  # one layer at work while the next arrives
     exchange = weights * (group - 1) / group / machine.link
     options = [
@@ -218,7 +231,8 @@ def _plans(target: TargetSize, gpus: int, machine: Machine, positions: int) -> l
     plans = []
     for placement, stored, fetch in options:
         seconds = max(compute, fetch / positions)
-        plans.append(Plan(placement, positions, stored + working, seconds, step, gpus / (seconds + step)))
+        memory, tokens = stored + working, gpus / (seconds + step)
+        plans.append(Plan(placement, positions, memory, batch - spared, seconds, step, tokens))
     return plans
 
 
@@ -243,14 +257,16 @@ def tables() -> str:
         )
     lines += [
         "",
-        "| target | GPUs | weights | positions a batch | memory of each | µs/token: target | head | tokens/s | 100 M |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| target | GPUs | weights | positions a batch | memory of each | checkpointing | µs/token: target | head "
+        "| tokens/s | 100 M |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for target in TARGETS:
         for gpus in GPUS:
             it = plan(target, gpus)
             lines.append(
                 f"| {target.name} | {gpus} | {it.placement} | {it.positions:,} | {it.memory / 1e9:.0f} GB "
+                f"| {(it.memory - it.saved) / 1e9:.0f} GB "
                 f"| {it.target_seconds * 1e6:.0f} | {it.head_seconds * 1e6:.0f} | {it.tokens:,.0f} "
                 f"| {1e8 / it.tokens / 60:,.0f} min |"
             )

@@ -9,8 +9,10 @@ import pytest
 import torch
 from workshop import make_workshop
 
+from mtp.target import Target
 from scripts import bench_training
-from scripts.training_contenders import Ours, Plain, Shop
+from scripts.training_contenders import FromMemory, Ours, Plain, PlainOverDraftVocabulary, Shop, Speculators
+from train.batches import training_batch
 from train.data import load_rows
 
 
@@ -23,13 +25,17 @@ def shop(workshop: Path, folder: Path, **options: object) -> Shop:
     """All rows in one step, and the whole vocabulary."""
     arguments = ["--target", str(workshop / "target"), "--data", str(workshop / "rows.jsonl")]
     chosen = bench_training.parse_arguments(arguments)
-    vars(chosen).update({"positions": 10_000, "draft_vocab": 24, "lr": 1e-2, **options})
+    vars(chosen).update({"positions": 10_000, "draft_vocab": 24, "lr": 1e-2, "held_out": 2, **options})
     bench_training.write_states(chosen, folder)
     return Shop(folder)
 
 
-def test_ours_and_the_plain_step_are_the_same_step(workshop: Path, tmp_path: Path) -> None:
-    ours, plain = (each(shop(workshop, tmp_path)) for each in (Ours, Plain))
+@pytest.mark.parametrize(("simple", "vocabulary"), [(Plain, 24), (PlainOverDraftVocabulary, 15)])
+def test_ours_and_the_plain_step_are_the_same_step(
+    simple: type[Plain], vocabulary: int, workshop: Path, tmp_path: Path
+) -> None:
+    made = shop(workshop, tmp_path, draft_vocab=vocabulary)
+    ours, plain = Ours(made), simple(made)
     head = ours.trainer.head
     start = [weight.detach().clone() for weight in head.parameters()]
     assert all(map(torch.equal, start, plain.head.parameters()))
@@ -43,7 +49,7 @@ def test_ours_and_the_plain_step_are_the_same_step(workshop: Path, tmp_path: Pat
 
 
 def test_every_row_is_in_one_batch_of_a_pass_within_the_budget(workshop: Path, tmp_path: Path) -> None:
-    rows = load_rows(workshop / "rows.jsonl")
+    rows = load_rows(workshop / "rows.jsonl")[2:]
     made = shop(workshop, tmp_path, positions=40)
     for padding in (True, False):
         batches = made.in_order(padding)
@@ -57,16 +63,49 @@ def test_contenders_take_turns_in_processes_of_their_own(
     workshop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--target", str(workshop / "target"), "--data", str(workshop / "rows.jsonl"), "--draft-vocab", "20"]
-    bench_training.main([*arguments, "--positions", "60", "--threads", "1", "--output", str(tmp_path / "out.json")])
+    bench_training.main(
+        [*arguments, "--passes", "2", "--positions", "60", "--threads", "1", "--output", str(tmp_path / "out.json")]
+    )
     printed = capsys.readouterr().out
     figures = json.loads((tmp_path / "out.json").read_text())
-    assert set(figures) == {"ours", "plain"}
+    assert set(figures) == {"ours", "ours+start", "plain", "plain+draft"}
     assert all(name in printed for name in figures)
     trained = {name: sum(step["tokens"] for step in figure["steps"]) for name, figure in figures.items()}
-    assert trained["ours"] == trained["plain"] > 0
-    assert all(figure["tokens_per_second"] > 0 and figure["peak_bytes"] > 0 for figure in figures.values())
+    assert len(set(trained.values())) == 1
+    for name, figure in figures.items():
+        assert figure["tokens_per_second"] > 0
+        assert figure["peak_bytes"] > 0
+        assert figure["held_out"]["mean_accepted_length"] >= 1
+        assert (figure["start_seconds"] > 0) == name.startswith("ours")
 
 
 def test_speculators_wants_to_know_where_it_is(workshop: Path) -> None:
     with pytest.raises(SystemExit, match="name the folder in which speculators is installed"):
         bench_training.main(["--target", "t", "--data", "d", "--only", "speculators"])
+
+
+def test_no_contender_trains_the_target(workshop: Path, tmp_path: Path) -> None:
+    made = shop(workshop, tmp_path)
+    for contender in (Ours(made), Plain(made)):
+        contender.step(contender.batches[0])
+        assert not any(weight.requires_grad for weight in contender.target.causal_lm.parameters())
+
+
+def test_what_speculators_trains_guesses_here_as_it_does_there(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its likeliest tokens at every step of a packed batch are those of its weights in this library's head."""
+    pytest.importorskip("speculators", reason="speculators is not installed (see scripts/bench_training.py)")
+    monkeypatch.setattr(Target, "default_taps", lambda target: (1, 2, 3))  # it wants three different ones
+    made = shop(workshop, tmp_path, draft_vocab=15, attention="eager")
+    theirs = Speculators(made)
+    batch = theirs.batches[0]
+    theirs.step(batch)
+    guesses, _, _ = theirs.model(**theirs.packed(batch), **theirs.options)
+    head = theirs.trained()
+    starts = torch.tensor([0, *(len(made.rows[at]) - 1 for at in batch)]).cumsum(0)
+    for step, prediction in enumerate(
+        head.unroll(training_batch(FromMemory(made, theirs.target), batch), made.settings["steps"])
+    ):
+        base = prediction.positions - 1 - step
+        assert torch.equal(prediction.logits.argmax(-1), guesses[step][0, starts[prediction.rows] + base])

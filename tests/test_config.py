@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import typing
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from train.config import ConfigError
+from train.config import ConfigError, RunConfig
 from train.recipe import load_config
 
 REQUIRED = ["target.path=somewhere", "data.path=elsewhere"]
@@ -41,6 +46,48 @@ def test_a_wrong_type_is_refused_with_what_was_found_and_expected(override: str)
         load_config([*REQUIRED, override])
 
 
+def numbers(schema: type, prefix: str = "") -> Iterator[str]:
+    """Every key of the recipe that may be a number."""
+    for name, kind in typing.get_type_hints(schema, include_extras=True).items():
+        if is_dataclass(kind):
+            yield from numbers(kind, f"{prefix}{name}.")
+        elif typing.get_origin(kind) is not dict and {int, float} & leaves(kind):
+            yield prefix + name
+
+
+def leaves(kind: Any) -> set[Any]:
+    """What a type is made of, literal values left out."""
+    parts = () if typing.get_origin(kind) is typing.Literal else typing.get_args(kind)
+    return {kind}.union(*map(leaves, parts))
+
+
+# Checked with the head that it is for, as are the weights of losses (tests/test_fitting.py).
+NUMBERS = sorted(set(numbers(RunConfig)) - {"optim.step_weight"})
+
+
+@pytest.mark.parametrize("value", ["-1", ".nan", "-.inf"])
+@pytest.mark.parametrize("key", NUMBERS)
+def test_every_number_of_a_recipe_has_a_range(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: found .*expected"):
+        load_config([*REQUIRED, f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("log_every=0", "log_every: found 0, expected 1 or more."),
+        ("optim.lr=0", "optim.lr: found 0.0, expected more than 0."),
+        ("optim.warmup=1.5", "optim.warmup: found 1.5, expected 0 to 1."),
+        ("optim.beta2=1", "optim.beta2: found 1.0, expected 0 to below 1."),
+        ("start.traffic_share=0", "start.traffic_share: found 0.0, expected more than 0 to 1."),
+        ("optim.seed=4294967296", "optim.seed: found 4294967296, expected 0 to 4294967295."),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_with_what_it_may_be(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        load_config([*REQUIRED, override])
+
+
 @pytest.mark.parametrize(
     ("key", "allowed"),
     [
@@ -63,6 +110,19 @@ def test_a_name_that_is_one_of_those_there_are_is_taken() -> None:
 @pytest.mark.parametrize(("text", "value"), [("null", None), ("no", "no"), ("bf16", "bf16")])
 def test_mixed_precision_may_be_left_to_accelerate_or_named(text: str, value: str | None) -> None:
     assert load_config([*REQUIRED, f"mixed_precision={text}"]).mixed_precision == value
+
+
+@pytest.mark.parametrize("override", ["optim.loss={top_k:", "report_to=[wandb", "output='runs"])
+def test_a_value_that_is_no_yaml_is_refused_with_its_place(override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(override)}, line 1, column \d+: not YAML"):
+        load_config([*REQUIRED, override])
+
+
+def test_a_recipe_that_is_no_yaml_is_refused_with_its_place(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("output: runs\noptim: {lr: 1e-3\n")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml, line 3, column 1: not YAML"):
+        load_config([str(recipe), *REQUIRED])
 
 
 def test_a_missing_recipe_is_refused_by_name() -> None:

@@ -369,15 +369,15 @@ def test_a_run_goes_on_with_another_number_of_processes(
     assert_same_run(before, output)
 
 
+ENGINES = [
+    pytest.param("zero2", "train/heads.py", "DeepSpeed ZeRO-2", marks=needs_deepspeed),
+    pytest.param("zero3", "train/heads.py", "DeepSpeed ZeRO-3", marks=needs_deepspeed),
+    pytest.param("fsdp2", "tests/fsdp_on_cpu.py", "FSDP2"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "script", "engine"),
-    [
-        pytest.param("zero2", "train/heads.py", "DeepSpeed ZeRO-2", marks=needs_deepspeed),
-        pytest.param("zero3", "train/heads.py", "DeepSpeed ZeRO-3", marks=needs_deepspeed),
-        pytest.param("fsdp2", "tests/fsdp_on_cpu.py", "FSDP2"),
-    ],
-)
+@pytest.mark.parametrize(("config", "script", "engine"), ENGINES)
 def test_an_engine_that_takes_the_head_apart_trains_as_one_process_and_resumes(
     config: str, script: str, engine: str, workshop: Path, alone: Path, tmp_path: Path
 ) -> None:
@@ -387,6 +387,18 @@ def test_an_engine_that_takes_the_head_apart_trains_as_one_process_and_resumes(
     resumed = cut_short(whole, tmp_path / "resumed")
     assert "resuming from" in launch(config, workshop, resumed, *TOGETHER, script=script)
     assert_identical(whole, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "script", "engine"), [pytest.param("cpu2", "train/heads.py", "replicated"), *ENGINES]
+)
+def test_activation_checkpointing_trains_the_same_head_under_every_engine(
+    config: str, script: str, engine: str, workshop: Path, alone: Path, tmp_path: Path
+) -> None:
+    option = "optim.activation_checkpointing=true"
+    assert f"{engine}, 2 x cpu" in launch(config, workshop, tmp_path / "run", *TOGETHER, option, script=script)
+    assert_same_run(alone, tmp_path / "run")
 
 
 @pytest.mark.slow

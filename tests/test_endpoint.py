@@ -20,8 +20,9 @@ from train.config import TargetConfig
 from train.data import DataError
 from train.distill import distill, write_answers
 from train.distill_options import Options, parse_arguments
-from train.endpoint import Endpoint, Server, spelled, token_ids, with_end
+from train.endpoint import Endpoint, Server
 from train.generation import Sampling
+from train.replies import check_text, spelled, token_ids, with_end
 
 
 class TinyServer(ThreadingHTTPServer):
@@ -41,6 +42,7 @@ class TinyServer(ThreadingHTTPServer):
         self.style = "ids"
         self.strict = False
         self.extra_prompt_token = False
+        self.shift = 0  # between its own token ids and those that it gives: another model's
         self.failures: dict[int, str] = {}
         self.requests = 0
         self.seen: list[dict[str, Any]] = []
@@ -66,10 +68,11 @@ class TinyServer(ThreadingHTTPServer):
         texts = [self.tokenizer.decode([token]) for token in ids]
         choice: dict[str, Any] = {"text": "".join(texts), "finish_reason": "stop" if stopped else "length"}
         if self.style == "ids":
-            choice["token_ids"] = ids
+            choice["token_ids"] = [(token + self.shift) % self.target.vocab_size for token in ids]
             choice["prompt_token_ids"] = [1] * self.extra_prompt_token + body["prompt"]
         elif self.style == "spelled ids":
-            choice["logprobs"] = {"tokens": [f"token_id:{token}" for token in ids]}
+            shifted = [(token + self.shift) % self.target.vocab_size for token in ids]
+            choice["logprobs"] = {"tokens": [f"token_id:{token}" for token in shifted]}
         elif self.style == "texts":  # and without the end token, as most do
             kept = texts[:-1] if stopped else texts
             choice |= {"text": "".join(kept), "logprobs": {"tokens": kept}, "stop_reason": ids[-1] if stopped else None}
@@ -93,6 +96,10 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.close()
         elif failure == "half":
             self.reply(200, b'{"choices": [')
+        elif failure in ("abort", "null"):
+            reason = None if failure == "null" else failure
+            half = {"choices": [{"text": "t1", "token_ids": [1], "finish_reason": reason}]}
+            self.reply(200, json.dumps(half).encode())
         elif failure is not None:
             self.reply(int(failure), b"busy")
         elif self.server.strict and "return_token_ids" in body:
@@ -187,7 +194,7 @@ def test_a_server_that_refuses_extensions_is_asked_without_them(server: TinyServ
     assert server.requests == 3  # it is remembered
 
 
-@pytest.mark.parametrize("failure", ["503", "429", "500", "hang up", "half"])
+@pytest.mark.parametrize("failure", ["503", "429", "500", "hang up", "half", "abort", "null"])
 def test_failures_that_pass_are_lived_through(
     failure: str, server: TinyServer, endpoint: Endpoint, no_pauses: list[float]
 ) -> None:
@@ -195,6 +202,36 @@ def test_failures_that_pass_are_lived_through(
     server.failures = dict.fromkeys(range(server.requests, server.requests + 7, 2), failure)
     assert endpoint([[5, 6, 7]] * 6, Sampling(6), seed=0, end_ids=endpoint.end_ids) == expected
     assert len(no_pauses) == 4
+
+
+def test_half_an_answer_is_no_answer(server: TinyServer, endpoint: Endpoint) -> None:
+    server.failures = dict.fromkeys(range(100), "abort")
+    with pytest.raises(DataError, match=r"finish_reason 'abort', expected stop or length\).*the same command goes on"):
+        endpoint([[5, 6, 7]], Sampling(6), seed=0, end_ids=endpoint.end_ids)
+
+
+@pytest.mark.parametrize("style", ["ids", "spelled ids"])
+def test_ids_of_another_tokenizer_are_refused(style: str, server: TinyServer, endpoint: Endpoint) -> None:
+    server.style, server.shift = style, 1
+    with pytest.raises(DataError, match=r"server's text is .* but its token ids read .* by the target's tokenizer"):
+        endpoint([[5, 6, 7]], Sampling(6), seed=0, end_ids=endpoint.end_ids)
+
+
+def test_texts_are_compared_by_what_all_tokenizers_show_alike(tokenizer: PreTrainedTokenizerFast) -> None:  # noqa: F811
+    ids = tokenizer("abcd", add_special_tokens=False).input_ids
+    end = tokenizer.eos_token_id
+    for shown in ("abcd", " abcd\ufffd", "ab cd", "", None):
+        check_text(ids, shown, tokenizer)
+        check_text([*ids, end], shown, tokenizer)
+    for other in ("abce", "ab", "Abcd"):
+        with pytest.raises(DataError, match="another one"):
+            check_text(ids, other, tokenizer)
+
+
+@pytest.mark.parametrize("choice", [{"token_ids": ["x"]}, {"token_ids": 3}, {"logprobs": {"tokens": ["token_id:x"]}}])
+def test_what_is_no_token_id_is_refused(choice: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:  # noqa: F811
+    with pytest.raises(DataError, match="no token ids but"):
+        token_ids(choice, tokenizer)
 
 
 def test_pauses_grow(server: TinyServer, endpoint: Endpoint, no_pauses: list[float]) -> None:

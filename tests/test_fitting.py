@@ -136,7 +136,7 @@ def test_a_size_that_is_set_elsewhere_is_not_set_twice() -> None:
         make("head.sizes.steps=64")
 
 
-@pytest.mark.parametrize("override", ["head.nodes=0", "head.sizes.head_dim=7", "head.sizes.width=0"])
+@pytest.mark.parametrize("override", ["head.sizes.head_dim=7", "head.sizes.width=0"])
 def test_sizes_that_make_no_head_are_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=r"^head: found HeadSection.*makes no eagle3 head"):
         make(override)
@@ -185,7 +185,7 @@ def test_step_weights_may_be_a_list() -> None:
 
 @pytest.mark.parametrize("share", ["-0.1", "1.5"])
 def test_a_share_of_own_tokens_is_between_none_and_all(share: str) -> None:
-    with pytest.raises(ConfigError, match=r"optim\.own_tokens: found .*between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"optim\.own_tokens: found .*, expected 0 to 1"):
         make(f"optim.own_tokens={share}")
 
 

@@ -164,7 +164,7 @@ def test_the_target_reads_whole_prompts_even_under_heads_that_do_not(workshop: P
         ("features.mode=cached", r"features\.mode=cached: .*set features\.mode=online"),
         ("features.prompt_positions=4", r"features\.prompt_positions=4: .*reads whole prompts"),
         ("bundle_target=true", r"bundle_target=true: "),
-        ("target.adapter.heads_first=1.0", r"heads_first=1\.0: expected a share"),
+        ("target.adapter.heads_first=1.0", r"heads_first: found 1\.0, expected 0 to below 1"),
         ("target.adapter.modules=[nothing_of_the_kind]", r"target\.adapter\.modules: .*nothing_of_the_kind"),
         ("target.adapter.modules=[lm_head]", r"names the output embeddings"),
     ],

@@ -76,6 +76,33 @@ def test_a_perfect_head_has_no_loss(name: LossName) -> None:
     torch.testing.assert_close(DISTRIBUTION_LOSSES[name](probs.log(), probs), torch.zeros(5, dtype=probs.dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_soft_cross_entropy_in_blocks_is_that_of_all_rows_at_once(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(40, 2**15, generator=generator)).to(dtype).requires_grad_()  # two blocks and a half
+    exact = logits.detach().double().requires_grad_()
+    probs = (5 * torch.randn(40, 2**15, generator=generator, dtype=torch.float64)).softmax(-1)
+    weights = torch.rand(40, generator=generator)
+    expected = (exact.logsumexp(-1) - (probs * exact).sum(-1)) * weights
+    found = soft_cross_entropy(logits, probs.to(torch.promote_types(dtype, torch.float32))) * weights
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+    for loss in (found, expected):
+        loss.sum().backward()
+    assert logits.grad is not None
+    assert exact.grad is not None
+    rounding = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}.get(dtype, 1e-5)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=rounding, atol=1e-7)
+
+
+def test_soft_cross_entropy_keeps_its_gradient_and_nothing_else() -> None:
+    kept: list[Tensor] = []
+    logits, probs = example(dtype=torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        soft_cross_entropy(logits, probs)
+        soft_cross_entropy(logits.detach(), probs)
+    assert [x.shape for x in kept] == [logits.shape]
+
+
 def test_forward_kl_is_soft_cross_entropy_less_what_no_head_can_change() -> None:
     logits, probs = example()
     difference = soft_cross_entropy(logits, probs) - forward_kl(logits, probs)

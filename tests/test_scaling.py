@@ -13,15 +13,19 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mtp.heads import HEADS
+from mtp.heads import HEADS, unrolling
 from mtp.target import Target
+from tests.memory import CountedBytes
 from tests.tiny import random_prompts
-from train.batches import training_batch
+from train import losses
+from train.batches import trained_positions, training_batch
+from train.config import OptimConfig
 from train.data import Row
 from train.evaluate import teacher_probs
 from train.feature_cache import CachedFeatures
 from train.features import OnlineFeatures
 from train.losses import soft_cross_entropy
+from train.objective import objective
 
 ROOT = Path(__file__).parents[1]
 PROMPT, ANSWER, STEPS, VOCABULARY = 24, 40, 3, 48
@@ -84,6 +88,41 @@ def test_parameters_and_operations_of_the_head_are_counted_as_torch_counts_them(
     positions = len(rows) * (PROMPT + ANSWER)
     expected = positions * scaling.head_operations(counted, ANSWER / (PROMPT + ANSWER), PROMPT + ANSWER)
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.06)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("hidden", "inner", "vocabulary"),
+    [(64, 160, 2048), (64, 1024, 512), (192, 256, 512)],
+    ids=["vocab", "mlp", "hidden"],
+)
+def test_memory_of_a_batch_is_counted_as_its_tensors_are(
+    hidden: int, inner: int, vocabulary: int, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unrolling, "QUERIES", 32)
+    monkeypatch.setattr(losses, "BLOCK_ON_CPU", 2**12)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 4, "vocab_size": vocabulary}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)).eval()
+    target = Target(model.requires_grad_(False))
+    head = HEADS["eagle3"].from_target(target, torch.arange(vocabulary), steps=STEPS).train()
+    head.activation_checkpointing = checkpointing
+    rows = [Row(tuple(a), tuple(b)) for a, b in (random_prompts([60, 180], seed=at) for at in range(4))]
+    batch = training_batch(OnlineFeatures(target, rows, head.taps), range(len(rows)))
+    positions, weights = 4 * 240, 4 * head.num_trainable_parameters()
+    for parameter in head.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with CountedBytes() as count:
+        with torch.autocast("cpu", torch.bfloat16):
+            predictions = head(batch, STEPS)
+        loss, _ = objective(head, batch, predictions, OptimConfig(), trained_positions(rows, STEPS))
+        del predictions
+        loss.backward()
+    counted = scaling.batch_bytes(
+        scaling.HeadSize(hidden, hidden, inner, vocabulary, STEPS), positions, 0.75, checkpointing
+    )
+    # Products narrow the weights, which is half of them, and the gradient of one is there beside what it is added to.
+    assert count.peak + positions * 16 * hidden == pytest.approx(counted + weights / 2, rel=0.15)
 
 
 @pytest.mark.parametrize(("storage", "each"), [("bfloat16", 2), ("int8", 1)])

@@ -18,8 +18,9 @@ from train.processes import engine
 STATE = "trainer_state.json"
 # Settings that a resumed run must share with the one it continues: they decide which batch comes when.
 RESUME_KEYS = ("data", "head", "optim", "start", "target")
-# Where the target is may change with the machines, and what happens behind the last step may be decided late.
-FREE = ("placement", "replace", "gate_rows", "gate_tolerance")
+# Where the target is and what is kept in memory may change with the machines, and what happens behind the last step may
+# be decided late.
+FREE = ("placement", "activation_checkpointing", "replace", "gate_rows", "gate_tolerance")
 
 
 @dataclass

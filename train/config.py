@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from train.losses import LossName
 
@@ -14,6 +15,36 @@ Storage = Literal["bfloat16", "int8"]
 
 class ConfigError(ValueError):
     """A recipe that cannot be used; the message names the key, what was found and what was expected."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a key may have: finite ones from ``low`` to ``high``, without these where ``above`` or ``below``."""
+
+    low: float = 0
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def holds(self, number: float) -> bool:
+        at_end = (self.above and number == self.low) or (self.below and number == self.high)
+        return math.isfinite(number) and self.low <= number <= self.high and not at_end
+
+    def __str__(self) -> str:
+        low = f"more than {self.low}" if self.above else str(self.low)
+        if self.high == math.inf:
+            return low if self.above else f"{low} or more"
+        return f"{low} to {'below ' if self.below else ''}{self.high}"
+
+
+Count = Annotated[int, Range(1)]
+Natural = Annotated[int, Range(0)]
+Seed = Annotated[int, Range(0, 2**32 - 1)]
+Share = Annotated[float, Range(0, 1)]
+SomeShare = Annotated[float, Range(0, 1, above=True)]
+PartialShare = Annotated[float, Range(0, 1, below=True)]
+Positive = Annotated[float, Range(0, above=True)]
+NotNegative = Annotated[float, Range(0)]
 
 
 @dataclass(frozen=True)
@@ -31,12 +62,12 @@ class AdapterConfig:
         keep_weight: of the loss that keeps the target's own distribution, beside that of the heads.
     """
 
-    rank: int = 0
-    alpha: float = 16.0
+    rank: Natural = 0
+    alpha: Positive = 16.0
     modules: tuple[str, ...] = ()
-    lr: float = 1e-4
-    heads_first: float = 0.2
-    keep_weight: float = 1.0
+    lr: Positive = 1e-4
+    heads_first: PartialShare = 0.2
+    keep_weight: NotNegative = 1.0
 
 
 @dataclass(frozen=True)
@@ -78,9 +109,9 @@ class DataConfig:
     """
 
     path: str = ""
-    held_out_fraction: float = 0.05
-    limit: int | None = None
-    max_length: int = 2048
+    held_out_fraction: Share = 0.05
+    limit: Count | None = None
+    max_length: Count = 2048
 
 
 @dataclass(frozen=True)
@@ -104,9 +135,9 @@ class FeaturesConfig:
     mode: Literal["online", "cached"] = "online"
     folder: str | None = None
     dtype: Precision = "auto"
-    prompt_positions: int | Literal["auto", "all"] = "auto"
+    prompt_positions: Natural | Literal["auto", "all"] = "auto"
     storage: Storage = "bfloat16"
-    budget_gb: float | None = None
+    budget_gb: Positive | None = None
 
 
 @dataclass(frozen=True)
@@ -123,11 +154,11 @@ class HeadSection:
     """
 
     family: str = "eagle3"
-    steps: int = 4
-    draft_vocab_size: int | None = 8192
-    nodes: int = 16
+    steps: Count = 4
+    draft_vocab_size: Count | None = 8192
+    nodes: Count = 16
     sizes: dict[str, Any] = field(default_factory=dict)
-    warm_start_positions: int = 100_000
+    warm_start_positions: Natural = 100_000
 
 
 @dataclass(frozen=True)
@@ -145,22 +176,26 @@ class OptimConfig:
         step_weight: unrolled step i counts ``step_weight ** i`` (EAGLE-3 uses 0.8); or a list, one weight a step.
         own_tokens: share of the positions that follow the head's own guesses at the end of the training, rising
             steadily from none: where a guess of its own would be wrong, deeper steps are not trained.
+        activation_checkpointing: keep no more of an unrolled step for the backward pass than its inputs and logits, and
+            compute the rest again. For rows so long that a batch of one does not fit; otherwise smaller batches and a
+            larger ``accumulate`` save as much and cost nothing.
         seed: of everything that is random.
     """
 
-    epochs: int = 2
-    batch_positions: int = 4096
-    accumulate: int = 1
-    lr: float = 1e-3
-    warmup: float = 0.05
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    clip_norm: float = 1.0
+    epochs: Count = 2
+    batch_positions: Count = 4096
+    accumulate: Count = 1
+    lr: Positive = 1e-3
+    warmup: Share = 0.05
+    weight_decay: NotNegative = 0.0
+    beta1: PartialShare = 0.9
+    beta2: PartialShare = 0.95
+    clip_norm: Positive = 1.0
     loss: dict[LossName, float] = field(default_factory=lambda: {"soft_cross_entropy": 1.0})
     step_weight: float | tuple[float, ...] = 0.8
-    own_tokens: float = 0.0
-    seed: int = 0
+    own_tokens: Share = 0.0
+    activation_checkpointing: bool = False
+    seed: Seed = 0
 
 
 @dataclass(frozen=True)
@@ -183,10 +218,10 @@ class StartConfig:
 
     head: str | None = None
     traffic: str | None = None
-    traffic_share: float = 0.5
+    traffic_share: SomeShare = 0.5
     replace: bool = False
-    gate_rows: int = 128
-    gate_tolerance: float = 0.02
+    gate_rows: Count = 128
+    gate_tolerance: Share = 0.02
 
 
 @dataclass(frozen=True)
@@ -201,11 +236,11 @@ class EvalConfig:
         samples: answers shown to trackers and written to the log, with the kept tokens marked.
     """
 
-    every: int = 0
-    rows: int = 32
-    max_new_tokens: int = 64
-    batch_size: int = 8
-    samples: int = 3
+    every: Natural = 0
+    rows: Count = 32
+    max_new_tokens: Count = 64
+    batch_size: Count = 8
+    samples: Natural = 3
 
 
 @dataclass(frozen=True)
@@ -226,9 +261,9 @@ class RunConfig:
 
     output: str = "runs/head"
     resume: str = "auto"
-    checkpoint_every: int = 100
-    keep_checkpoints: int = 2
-    log_every: int = 10
+    checkpoint_every: Count = 100
+    keep_checkpoints: Count = 2
+    log_every: Count = 10
     report_to: tuple[str, ...] = ()
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     bundle_target: bool = False

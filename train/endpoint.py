@@ -1,8 +1,7 @@
 """Answers of a target that runs elsewhere, behind an OpenAI-compatible server (vLLM, SGLang ...), as exact token ids.
 
 Prompts are sent as token ids to ``/completions``, so that no server renders a template of its own.  What comes back
-counts only as ids: those that a server gives (``return_token_ids`` of vLLM and SGLang, or of older vLLM
-``return_tokens_as_token_ids``), or token texts of ``logprobs`` where the tokenizer leaves no doubt which ids they are.
+counts only as ids (train/replies.py).
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from mtp.anatomy import text_config
 from train.config import TargetConfig
 from train.data import DataError
 from train.generation import Progress, Sampling, derived_seed, up_to_end
+from train.replies import check_text, first_choice, token_ids, unfinished, with_end
 
 logger = logging.getLogger(__name__)
 
 RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
 LONGEST_PAUSE = 30.0  # seconds
 SEEDS = 2**31
-TOKEN_ID = "token_id:"  # how vLLM spells ids in the place of token texts
 
 
 class RefusedError(DataError):
@@ -75,9 +74,9 @@ class Server:
             try:
                 with urllib.request.urlopen(self._request(path, body), timeout=self.timeout) as reply:
                     value = json.load(reply)
-                if isinstance(value, dict):
+                if isinstance(value, dict) and not (trouble := unfinished(value)):
                     return value
-                trouble = f"the reply is a {type(value).__name__}, expected a JSON object"
+                trouble = trouble or f"the reply is a {type(value).__name__}, expected a JSON object"
             except urllib.error.HTTPError as error:
                 trouble = f"status {error.code}: {error.read(500).decode(errors='replace')}"
                 if error.code not in RETRIED:
@@ -192,6 +191,7 @@ class Endpoint:
                 f"{self.server.url} answered with {found}; the target has tokens 0 to {self.vocab_size - 1}. Is "
                 f"{self.server.model!r} the target?"
             )
+        check_text(ids, choice.get("text"), self.tokenizer)
         return ids
 
     def _post(self, body: dict[str, Any], end_ids: set[int], stop: Event) -> dict[str, Any]:
@@ -214,73 +214,6 @@ class Endpoint:
                 logger.warning("%s: asked without vLLM's extensions from now on", error)
                 return reply
         return self.server.post("/completions", body, stop)
-
-
-def first_choice(reply: dict[str, Any]) -> dict[str, Any]:
-    """The only answer in a reply of ``/completions``.
-
-    Raises:
-        DataError: if there is none.
-    """
-    choices = reply.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise DataError(f"A reply has no choices: {json.dumps(reply)[:200]}; expected that of /v1/completions.")
-    choice: dict[str, Any] = choices[0]
-    return choice
-
-
-def token_ids(choice: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that were generated, from whatever the server gives that leaves no doubt about them.
-
-    Raises:
-        DataError: where nothing does.
-    """
-    if choice.get("token_ids") is not None:
-        return [int(token) for token in choice["token_ids"]]
-    tokens = (choice.get("logprobs") or {}).get("tokens")
-    if tokens is None:
-        raise DataError(
-            "The server gives text without token ids, and the same text has many spellings in tokens. Serve the target "
-            "with vLLM 0.10.2 or newer, or with another server that gives token ids or logprobs in /v1/completions."
-        )
-    if all(token.startswith(TOKEN_ID) for token in tokens):
-        return [int(token.removeprefix(TOKEN_ID)) for token in tokens]
-    return spelled(tokens, choice.get("text", ""), tokenizer)
-
-
-def spelled(tokens: Sequence[str], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids of token texts, where tokenising their text again gives these very tokens.
-
-    Raises:
-        DataError: where it does not.
-    """
-    ids = list(tokenizer(text, add_special_tokens=False).input_ids)
-    again = [str(tokenizer.decode([token])) for token in ids]
-    if "".join(tokens) != text or again != list(tokens):
-        raise DataError(
-            f"The server gives token texts, and {text[:60]!r} does not come back as the tokens that it generated "
-            f"({list(tokens)[:8]} there, {again[:8]} here). Ask a server that gives token ids (vLLM 0.10.2 or newer)."
-        )
-    return ids
-
-
-def with_end(ids: list[int], choice: dict[str, Any], end_ids: set[int]) -> list[int]:
-    """``ids`` and the end token, which many servers leave out.
-
-    Raises:
-        DataError: if an end token stopped the answer and nothing says which.
-    """
-    if choice.get("finish_reason") != "stop" or (ids and ids[-1] in end_ids):
-        return ids
-    stopped_by = choice.get("stop_reason")
-    if stopped_by in end_ids:
-        return [*ids, stopped_by]
-    if len(end_ids) == 1:
-        return [*ids, *end_ids]
-    raise DataError(
-        f"An answer was stopped by an end token, and the server does not say by which of {sorted(end_ids)}. Ask a "
-        "server that gives token ids (vLLM 0.10.2 or newer)."
-    )
 
 
 def _end_ids(path: str, revision: str | None, config: Any) -> set[int]:

@@ -113,8 +113,11 @@ def labels_of(head: Head, batch: TrainingBatch, prediction: Prediction, teacher:
     """What the target and the text say where ``prediction`` was made; ``teacher`` is from ``teacher_probs``."""
     probs, place = teacher
     rows, positions = prediction.rows, prediction.positions
+    at = place[rows, positions]
+    # Behind a prompt every step predicts all trained tokens, in the same order: one distribution serves all of them.
+    whole = len(at) == len(probs) and torch.equal(at, torch.arange(len(at), device=at.device))
     return Labels(
-        probs=probs[place[rows, positions]],
+        probs=probs if whole else probs[at],
         tokens=head.draft_index(batch.states.tokens[rows, positions + 1]),
         hidden=batch.states.hidden[rows, positions],
     )

@@ -57,8 +57,6 @@ def check_head(config: RunConfig) -> tuple[type[Head], dict[str, Any]]:
         ConfigError: for a family, size, loss or schedule that does not exist or does not fit the family.
     """
     family = head_family(config.head)
-    if config.head.steps < 1:
-        raise ConfigError(f"head.steps: found {config.head.steps}; expected 1 or more.")
     sizes = head_sizes(family, config.head)
     refuse_unfit_objective(family, config.head.steps, config.optim)
     return family, sizes
@@ -105,10 +103,13 @@ def refuse_unfit_objective(head: type[Head], steps: int, optim: OptimConfig) -> 
             f"optim.step_weight: found {optim.step_weight}; expected a number above 0, or a list of {steps} weights "
             "(head.steps), at least one of them above 0."
         )
-    if not 0 <= optim.own_tokens <= 1:
-        raise ConfigError(f"optim.own_tokens: found {optim.own_tokens}; expected a share between 0 and 1.")
     if optim.own_tokens > 0 and not head.follows_own_tokens:
         raise ConfigError(
             f"optim.own_tokens={optim.own_tokens}, but a {head.family} head has no steps that could follow a guess "
             "of its own; set it to 0."
+        )
+    if optim.activation_checkpointing and not head.recomputes:
+        raise ConfigError(
+            f"optim.activation_checkpointing=true: the layers of a {head.family} head cannot be computed again by "
+            "themselves. Set it to false; lower optim.batch_positions and raise optim.accumulate to save memory."
         )

@@ -48,11 +48,6 @@ def check_adapter(config: RunConfig, accelerator: Accelerator) -> None:
             "bundle_target=true: a checkpoint with an adapter holds the adapter and names its target; set "
             "bundle_target=false."
         )
-    if not 0 <= config.target.adapter.heads_first < 1:
-        raise ConfigError(
-            f"target.adapter.heads_first={config.target.adapter.heads_first}: expected a share of the steps from 0 to "
-            "below 1, or the adapter is never trained."
-        )
     if (name := engine(accelerator)) in ("DeepSpeed ZeRO-3", "FSDP2"):
         raise ConfigError(
             f"target.adapter.rank={config.target.adapter.rank}: {name} would take the adapter apart, which the target "

@@ -6,7 +6,7 @@ p is the target's distribution over the draft vocabulary, q = softmax(logits) th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ LossName = Literal[
     "top_k",
     "smooth_l1",
 ]
+BLOCK_ON_CPU, BLOCK = 2**19, 2**27  # entries of [M, V] that are worked on together
 OUTSIDE = -1  # label of a token that the draft vocabulary does not hold
 
 
@@ -156,25 +157,47 @@ def step_weights(setting: float | Sequence[float], steps: int) -> list[float]:
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """``logsumexp(z) - p . z`` with its gradient ``softmax(z) - p`` written down.
+    """``logsumexp(z) - p . z`` with its gradient ``softmax(z) - p``, both from one look at the scores.
 
     Left to autograd, the same loss makes eight passes over ``[M, V]`` and keeps three copies of it; on a CPU these cost
-    as much time as the head's own products.
+    as much time as the head's own products.  Here a block of rows goes through all passes while it is in the cache, and
+    what is kept is the gradient itself: neither the logits nor the target's distribution are needed again.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target_probs: Tensor) -> Tensor:
-        scores = full_precision(logits)
-        ctx.save_for_backward(logits, target_probs)
-        return torch.logsumexp(scores, dim=-1) * target_probs.sum(-1) - torch.linalg.vecdot(target_probs, scores)
+        wants_gradient = ctx.needs_input_grad[0]
+        # Narrow as the logits: what flows back is rounded to them anyway.  In float16, which loss scaling keeps from
+        # underflow only behind this point, small differences would be lost.
+        precision = torch.float32 if logits.dtype == torch.float16 else logits.dtype
+        gradient = torch.empty_like(logits, dtype=precision) if wants_gradient else logits.new_empty(0)
+        losses = target_probs.new_empty(len(logits))
+        for rows in _blocks(logits):
+            scores, probs = full_precision(logits[rows]), target_probs[rows]
+            guessed, mass = scores.softmax(-1), probs.sum(-1)
+            # The likeliest token has at least the probability 1 / V, so that this logarithm is exact.
+            log_total = scores.amax(-1) - guessed.amax(-1).log()
+            losses[rows] = log_total * mass - torch.linalg.vecdot(probs, scores)
+            if wants_gradient:
+                gradient[rows] = guessed.mul_(mass[:, None]).sub_(probs)
+        ctx.save_for_backward(gradient)
+        ctx.dtype = logits.dtype
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        logits, target_probs = ctx.saved_tensors
-        (gradient,) = gradients
-        mass = target_probs.sum(-1, keepdim=True)
-        difference = torch.softmax(full_precision(logits), dim=-1).mul_(mass).sub_(target_probs)
-        return difference.mul_(gradient[:, None]).to(logits.dtype), None
+        (difference,) = ctx.saved_tensors
+        (outer,) = gradients
+        # Rounded as it is written: a copy in full precision would be twice as large.
+        return torch.mul(difference, outer[:, None], out=torch.empty_like(difference, dtype=ctx.dtype)), None
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Rows of ``logits [M, V]`` in blocks: on a CPU so small that they stay in its cache, elsewhere large."""
+    entries = BLOCK_ON_CPU if logits.device.type == "cpu" else BLOCK
+    rows = max(1, entries // logits.shape[-1])
+    for first in range(0, len(logits), rows):
+        yield slice(first, first + rows)
 
 
 def confidence_loss(prediction: Prediction, labels: Labels, guesses: int = 4) -> Tensor:

@@ -12,14 +12,15 @@ from typing import Any, Literal
 
 import yaml
 
-from train.config import ConfigError, RunConfig
+from train.config import ConfigError, Range, RunConfig
 
 
 def load_config(arguments: Sequence[str]) -> RunConfig:
     """Read ``[recipe.yaml] key=value ...``.
 
     Raises:
-        ConfigError: for a missing file, an unknown key (naming the nearest right one) or a value of the wrong type.
+        ConfigError: for a file that is missing or no YAML, an unknown key (naming the nearest right one), a value of
+            the wrong type or a number out of its range.
     """
     values: dict[str, Any] = {}
     overrides = list(arguments)
@@ -27,7 +28,7 @@ def load_config(arguments: Sequence[str]) -> RunConfig:
         path = Path(overrides.pop(0))
         if not path.is_file():
             raise ConfigError(f"No recipe at {path}; expected a YAML file such as configs/smollm2_eagle3.yaml.")
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = _parse(path.read_text(encoding="utf-8"), str(path))
         if not isinstance(loaded, dict):
             raise ConfigError(f"{path} holds a {type(loaded).__name__}; expected keys and values.")
         values = loaded
@@ -35,13 +36,25 @@ def load_config(arguments: Sequence[str]) -> RunConfig:
         key, separator, text = override.partition("=")
         if not separator or not key:
             raise ConfigError(f"Found {override!r}; expected key=value, for example optim.lr=1e-3.")
-        _assign(values, key.split("."), yaml.safe_load(text) if text else None, key)
+        _assign(values, key.split("."), _parse(text, override) if text else None, key)
     config = build(RunConfig, values)
     if not config.target.path:
         raise ConfigError("target.path is empty; expected the Hub name or folder of a causal language model.")
     if not config.data.path:
         raise ConfigError("data.path is empty; expected distilled rows (train/distill.py writes them).")
     return config
+
+
+def _parse(text: str, where: str) -> Any:
+    """YAML, or ``ConfigError`` that says where it is not."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(
+            f"{where}{place}: not YAML ({error.problem}). Quote what holds spaces or brackets."
+        ) from error
 
 
 def _assign(values: dict[str, Any], path: list[str], value: Any, key: str) -> None:
@@ -58,7 +71,7 @@ def build(schema: type[Any], values: Any, prefix: str = "") -> Any:
         raise ConfigError(f"{prefix.rstrip('.') or 'The recipe'}: found {values!r}, expected a section of keys.")
     known = {item.name for item in fields(schema)}
     refuse_unknown_keys(values, known, prefix)
-    hints = typing.get_type_hints(schema)
+    hints = typing.get_type_hints(schema, include_extras=True)
     return schema(**{key: convert(hints[key], value, f"{prefix}{key}") for key, value in values.items()})
 
 
@@ -77,7 +90,7 @@ def convert(kind: Any, value: Any, key: str) -> Any:
         return build(kind, value, f"{key}.")
     is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
     options = typing.get_args(kind) if is_union else (kind,)
-    for option in options:
+    for option, limit in map(_limited, options):
         origin = typing.get_origin(option) or option
         if option is type(None):
             if value is None:
@@ -90,7 +103,7 @@ def convert(kind: Any, value: Any, key: str) -> Any:
         elif origin is float:
             number = _as_float(value)
             if number is not None:
-                return number
+                return _within(limit, number, key)
         elif origin is dict:
             if isinstance(value, dict):
                 return _items(option, value, key)
@@ -99,10 +112,24 @@ def convert(kind: Any, value: Any, key: str) -> Any:
             if name in typing.get_args(option):
                 return name
         elif isinstance(value, origin) and not (origin is int and isinstance(value, bool)):
-            return value
+            return _within(limit, value, key)
     raise ConfigError(
         f"{key}: found {value!r} ({type(value).__name__}), expected {' or '.join(map(_name_of, options))}."
     )
+
+
+def _limited(kind: Any) -> tuple[Any, Range | None]:
+    """A type without, and with, the range that its numbers are limited to."""
+    if typing.get_origin(kind) is typing.Annotated:
+        plain, limit = typing.get_args(kind)
+        return plain, limit
+    return kind, None
+
+
+def _within(limit: Range | None, value: Any, key: str) -> Any:
+    if limit is not None and not limit.holds(value):
+        raise ConfigError(f"{key}: found {value}, expected {limit}.")
+    return value
 
 
 def _items(kind: Any, values: dict[Any, Any], key: str) -> dict[Any, Any]:
@@ -116,6 +143,7 @@ def _items(kind: Any, values: dict[Any, Any], key: str) -> dict[Any, Any]:
 
 def _name_of(kind: Any) -> str:
     """What a person calls a type, or the values there are."""
+    kind, _ = _limited(kind)
     if typing.get_origin(kind) is Literal:
         return " or ".join(map(str, typing.get_args(kind)))
     return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))

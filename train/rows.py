@@ -51,6 +51,13 @@ def usable_rows(config: RunConfig, target: Target, tokenizer: Any, window: int |
         )
     if not train:
         raise DataError(f"No training rows: all {len(fitting)} rows are held out; lower data.held_out_fraction.")
+    room = None if target.max_positions is None else target.max_positions - config.eval.max_new_tokens
+    if room is not None and all(len(row.prompt_ids) > room for row in held_out[: config.eval.rows]):
+        raise DataError(
+            f"eval.max_new_tokens={config.eval.max_new_tokens}: behind none of the {len(held_out)} held-out prompts "
+            f"are so many positions left of the target's {target.max_positions}, so that no acceptance could be "
+            "measured. Lower it."
+        )
     record = distillation_record(config.data.path)
     check_origin(config, target, record)
     findings = check_rows(

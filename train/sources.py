@@ -68,11 +68,6 @@ def plan_sources(config: RunConfig, target: Target, head: Head, train: list[Row]
     features = config.features
     dtype = resolve_dtype(features.dtype, target)
     window = prompt_window(config, type(head))
-    if features.budget_gb is not None and features.budget_gb <= 0:
-        raise ConfigError(
-            f"features.budget_gb is {features.budget_gb:g}; expected more than 0, or null for no limit. Without a "
-            "cache set features.mode=online."
-        )
     root = Path(features.folder or Path(config.output) / "features").expanduser()
     budget = float("inf") if features.budget_gb is None else features.budget_gb * 1e9
 

@@ -24,11 +24,6 @@ def check_start(config: RunConfig) -> None:
         return
     if config.target.adapter.rank > 0:
         raise ConfigError("start.head: heads of an adapted target (target.adapter) cannot be trained further yet.")
-    if start.gate_rows < 1 or start.gate_tolerance < 0:
-        raise ConfigError(
-            f"start: found gate_rows={start.gate_rows}, gate_tolerance={start.gate_tolerance:g}; expected at least one "
-            "row, and a tolerance of 0 or more."
-        )
     head, output = Path(start.head), Path(config.output)
     if output.resolve() in (head.resolve(), *head.resolve().parents):
         raise ConfigError(

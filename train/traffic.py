@@ -20,7 +20,7 @@ from mtp.target import Target
 from mtp.traffic import TrafficError, TrafficRow, read_traffic
 from train.checkpoints import find_checkpoint
 from train.checks import answer_header
-from train.config import ConfigError, RunConfig
+from train.config import RunConfig
 from train.data import DataError, Row, load_rows, split_rows
 
 logger = logging.getLogger(__name__)
@@ -119,13 +119,7 @@ def write_snapshot(path: Path, rows: Sequence[Row]) -> None:
 
 
 def mix(distilled: Sequence[Row], logged: Sequence[Row], share: float, seed: int) -> list[Row]:
-    """All logged rows and as many distilled ones, drawn by ``seed``, that ``share`` of the trained tokens is logged.
-
-    Raises:
-        ConfigError: for a share that is none.
-    """
-    if not 0 < share <= 1:
-        raise ConfigError(f"start.traffic_share: found {share:g}; expected more than 0, and at most 1.")
+    """All logged rows and as many distilled ones, drawn by ``seed``, that ``share`` of the trained tokens is logged."""
     wanted = trained(logged) * (1 - share) / share
     chosen: list[Row] = []
     for index in np.random.default_rng(seed).permutation(len(distilled)).tolist():

@@ -59,6 +59,7 @@ class AssistantHead(Head):
     family: ClassVar[str] = "assistant"
     fixed_sizes: ClassVar[frozenset[str]] = frozenset({"taps", "model_class", "model"})
     reads_embeddings: ClassVar[bool] = False
+    recomputes: ClassVar[bool] = False  # its layers run inside of one pass of the library's, which is over by then
     config_class: ClassVar[type[AssistantHeadConfig]] = AssistantHeadConfig
     config: AssistantHeadConfig
 

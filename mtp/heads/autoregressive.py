@@ -23,6 +23,11 @@ from mtp.heads.caching import CachingHead, enter
 from mtp.heads.layers import DraftLayer, Rotary, gather_positions
 from mtp.heads.unrolling import Bases, UnrolledAttention, misses_own_token
 
+Past = tuple[Tensor, ...]  # what unrolled steps leave behind for those after them
+#: From ``residual [M, H]``, ``x [M, I]``, the step and what those before it left behind, to hidden states ``[M, H]``
+#: and what further steps need.  It has no other effect, so that a step can be computed again.
+UnrolledLayer = Callable[[Tensor, Tensor, int, Past], tuple[Tensor, Past]]
+
 
 class AutoregressiveHead(CachingHead):
     """See the module's text.  Drafts dynamic best-first trees, as EAGLE-2 (arXiv 2406.16858).
@@ -53,19 +58,13 @@ class AutoregressiveHead(CachingHead):
     def guess(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` hidden states of the layer to logits ``[..., Vd]``."""
 
-    def unrolled(self, entries: Tensor, bases: Bases) -> Callable[[Tensor, Tensor, int], Tensor]:
-        """The layer as unrolled steps run it, behind the true tokens' ``entries [B, T, I]``.
-
-        Returns:
-            a function of the steps in turn: from ``residual [M, H]``, ``x [M, I]`` and the step to hidden states
-            ``[M, H]``.
-        """
+    def unrolled(self, entries: Tensor, bases: Bases) -> UnrolledLayer:
+        """The layer as unrolled steps run it, behind the true tokens' ``entries [B, T, I]``."""
         attention = UnrolledAttention(self.midlayer, self.rotary, entries, bases)
 
-        def run(residual: Tensor, x: Tensor, step: int) -> Tensor:
-            if step > 0:
-                attention.add_own(x, step)
-            return self.midlayer.finish(residual, attention(x, step))
+        def run(residual: Tensor, x: Tensor, step: int, past: Past) -> tuple[Tensor, Past]:
+            own = past if step == 0 else (*past, *attention.entry(x, step))
+            return self.midlayer.finish(residual, attention(x, step, own)), own
 
         return run
 
@@ -81,22 +80,31 @@ class AutoregressiveHead(CachingHead):
         states = batch.states
         # Under autocast projections give bfloat16; the residual stream stays in the weights' own precision.
         embeddings = self._embed(states.tokens)
-        residual, x = self.combine(embeddings[:, 1:], self.read_states(states)[:, :-1])
+        entered = self.combine(embeddings[:, 1:], self.read_states(states)[:, :-1])
         bases = Bases.of(batch, steps)
-        run = self.unrolled(x, bases)
+        run = self.unrolled(entered[1], bases)
         rows, positions = bases.rows, bases.positions
-        residual, x = residual[rows, positions], x[rows, positions]
-        hidden = residual
+
+        def take_step(hidden: Tensor | None, step: int, past: Past) -> tuple[Tensor, Past]:
+            if hidden is None:
+                residual, x = (part[rows, positions] for part in entered)
+            else:
+                nodes = (positions + 1 + step).clamp_max(states.tokens.shape[1] - 1)
+                residual, x = self.combine(embeddings[rows, nodes], hidden)
+            return run(residual, x, step, past)
+
+        def guess(hidden: Tensor, trained: Tensor) -> Tensor:
+            return self.guess(hidden[trained])
+
+        hidden: Tensor | None = None
+        past: Past = ()
         follows = torch.rand(len(rows), device=rows.device) < batch.own_tokens
         reached = torch.ones_like(follows)
         predictions = []
         for step in range(steps):
-            if step > 0:
-                nodes = (positions + 1 + step).clamp_max(states.tokens.shape[1] - 1)
-                residual, x = self.combine(embeddings[rows, nodes], hidden)
-            hidden = run(residual, x, step)
+            hidden, past = self.recomputed(take_step, hidden, step, past)
             trained = batch.bases(step + 2)[rows, positions] & reached
-            logits, at = self.guess(hidden[trained]), positions[trained] + 1 + step
+            logits, at = self.recomputed(guess, hidden, trained), positions[trained] + 1 + step
             estimate = hidden[trained] if self.estimates_hidden else None
             predictions.append(Prediction(logits, rows[trained], at, estimate))
             if batch.own_tokens > 0:

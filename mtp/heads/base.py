@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mtp.drafters.base import Drafter, TargetStates
 from mtp.support import UnsupportedTargetError
 from mtp.target import Target
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,8 @@ class Head(nn.Module, Drafter):
         estimates_hidden: whether its predictions hold an estimate of the target's hidden states.
         follows_own_tokens: whether it unrolls steps that can follow its own guesses.
         fixed_sizes: of its config, those that follow from the target and cannot be asked for.
+        recomputes: whether unrolled steps can be computed again in the backward pass instead of being kept.
+        activation_checkpointing: whether they are; see ``recomputed``.
         draft_ids: ``[Vd]`` target token id of each entry of the draft vocabulary.
     """
 
@@ -131,9 +136,11 @@ class Head(nn.Module, Drafter):
     reads_embeddings: ClassVar[bool] = True
     estimates_hidden: ClassVar[bool] = False
     follows_own_tokens: ClassVar[bool] = False
+    recomputes: ClassVar[bool] = True
     fixed_sizes: ClassVar[frozenset[str]] = frozenset({"taps"})  # most families read the final hidden states alone
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
     config: HeadConfig
+    activation_checkpointing: bool = False
     draft_ids: Tensor
 
     def __init__(self, config: HeadConfig):
@@ -220,6 +227,17 @@ class Head(nn.Module, Drafter):
 
         Step s trains each marked token j with ``j >= 2 + s`` once, from base position ``j - 2 - s``.
         """
+
+    def recomputed(self, part: Callable[..., T], *inputs: Any) -> T:
+        """``part(*inputs)``, a part of ``unroll`` that depends on nothing that changes before the backward pass.
+
+        With ``activation_checkpointing`` its inputs alone are kept until then, and the rest is computed again (Chen et
+        al., arXiv 1604.06174).
+        """
+        if not self.activation_checkpointing:
+            return part(*inputs)
+        result: T = checkpoint(part, *inputs, use_reentrant=False)
+        return result
 
     def forward(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
         """``unroll``, under the name by which wrappers for distributed training call it."""

@@ -157,10 +157,10 @@ class BlockHead(CachingHead):
         everywhere = torch.arange(context.shape[1], device=context.device)[None]
         bases = Bases.of(batch, min(steps, slots))
         rows, positions = bases.rows, bases.positions
-        visible = everywhere[:, None] <= bases.grid[:, :, None]
         ahead = (bases.grid[:, :, None] + 1 + torch.arange(slots, device=rows.device)).flatten(1)
         x = self.open(states.tokens[rows, positions + 1], context[rows, positions])  # [M, K, H]
-        for layer in self._layers():
+
+        def run(layer: NormedDraftLayer, x: Tensor) -> Tensor:
             (key,) = self.rotary(everywhere, layer.split_heads(layer.k_proj(seen)))
             value = layer.split_heads(layer.v_proj(seen))
             own = layer.input_layernorm(x)
@@ -170,8 +170,11 @@ class BlockHead(CachingHead):
             )
             query, own_key = self.rotary(ahead, query, own_key)
             block = (states.unflatten(2, (-1, slots)) for states in (query, own_key, own_value))
-            attended = attend_with_block(key, value, visible, *block)
-            x = layer.finish(x, attended[bases.place])
+            attended = attend_with_block(key, value, bases.grid, *block)
+            return layer.finish(x, attended[bases.place])
+
+        for layer in self._layers():
+            x = self.recomputed(run, layer, x)
         predictions = []
         for step in range(min(steps, slots)):
             trained = batch.bases(step + 2)[rows, positions]

@@ -99,7 +99,7 @@ class HydraHead(GrowingHead):
             following = tokens[rows, (positions + 1 + step).clamp_max(tokens.shape[1] - 1)]
             inputs = torch.cat([inputs, self.embed(following)], dim=-1)
             trained = batch.bases(step + 2)[rows, positions]
-            logits = self.guess(inputs[trained], step)
+            logits = self.recomputed(self.guess, inputs[trained], step)
             predictions.append(Prediction(logits, rows[trained], positions[trained] + 1 + step))
         return predictions
 
@@ -166,8 +166,12 @@ class HydraPlusHead(CachingHead, HydraHead):
         hidden = batch.states.hidden.to(self.input_scale)
         x = layer.input_layernorm(hidden)
         attention = UnrolledAttention(layer, self.rotary, x, bases)
-        attended = attention(x[bases.rows, bases.positions], step=0)
-        return self.prefix_norm(layer.finish(hidden[bases.rows, bases.positions], attended))
+
+        def finish(residual: Tensor, x: Tensor) -> Tensor:
+            normed: Tensor = self.prefix_norm(layer.finish(residual, attention(x, step=0)))
+            return normed
+
+        return self.recomputed(finish, hidden[bases.rows, bases.positions], x[bases.rows, bases.positions])
 
     @torch.no_grad()
     def warm_start(self, batches: Iterable[TrainingBatch]) -> None:

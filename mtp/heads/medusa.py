@@ -83,7 +83,7 @@ class MedusaHead(Head):
         predictions = []
         for step in range(min(steps, self.config.steps)):
             rows, bases = batch.bases(step + 2).nonzero(as_tuple=True)
-            logits = self.guess(batch.states.hidden[rows, bases], step)
+            logits = self.recomputed(self.guess, batch.states.hidden[rows, bases], step)
             predictions.append(Prediction(logits, rows, bases + 1 + step))
         return predictions
 

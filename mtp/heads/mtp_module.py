@@ -10,7 +10,7 @@ recipe ``head.sizes.shipped=true`` says so, and with ``optim.epochs=0`` it is me
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 
 from mtp.attention import AttentionPass
 from mtp.drafters.base import TargetStates
+from mtp.heads.autoregressive import Past, UnrolledLayer
 from mtp.heads.base import TrainingBatch
 from mtp.heads.caching import CachingConfig
 from mtp.heads.layers import LayerSizes, gather_positions
@@ -149,17 +150,23 @@ class MtpModuleHead(TargetOutputHead):
 
     # ---- training -------------------------------------------------------------------------------------------------
 
-    def unrolled(self, entries: Tensor, bases: Bases) -> Callable[[Tensor, Tensor, int], Tensor]:
-        nothing = torch.zeros(entries.shape[0], dtype=torch.long, device=entries.device)
-        cache = DynamicCache()
-        true = self.layer(entries, AttentionPass.over_chain(entries.shape[1], nothing, 0), cache)
-        visible = torch.arange(entries.shape[1], device=entries.device) <= bases.grid[:, :, None]
+    def unrolled(self, entries: Tensor, bases: Bases) -> UnrolledLayer:
+        length = entries.shape[1]
 
-        def run(residual: Tensor, x: Tensor, step: int) -> Tensor:
+        def run(residual: Tensor, x: Tensor, step: int, past: Past) -> tuple[Tensor, Past]:
+            """``past``: keys and values of the text and of the steps so far."""
+            cache = DynamicCache()
             if step == 0:
-                return self._hidden(true[bases.rows, bases.positions])
-            streamed = self.layer.unrolled(bases.spread(x), bases.grid + step, visible, cache)
-            return self._hidden(streamed[bases.place])
+                nothing = torch.zeros(entries.shape[0], dtype=torch.long, device=entries.device)
+                streamed = self.layer(entries, AttentionPass.over_chain(length, nothing, 0), cache)
+                streamed = streamed[bases.rows, bases.positions]
+            else:
+                key, value = past
+                cache.update(key, value, 0)
+                streamed = self.layer.unrolled(bases.spread(x), bases.grid + step, bases.grid, length, cache)
+                streamed = streamed[bases.place]
+            layer: Any = cache.layers[0]
+            return self._hidden(streamed), (layer.keys, layer.values)
 
         return run
 

@@ -86,9 +86,10 @@ class RecurrentHead(GrowingHead):
         state = torch.zeros_like(context)
         predictions = []
         for step in range(steps):
-            state = self.take_in(tokens[rows, (positions + 1 + step).clamp_max(tokens.shape[1] - 1)], state)
+            following = tokens[rows, (positions + 1 + step).clamp_max(tokens.shape[1] - 1)]
+            state = self.recomputed(self.take_in, following, state)
             trained = batch.bases(step + 2)[rows, positions]
-            logits = self.guess(context[trained], state[trained])
+            logits = self.recomputed(self.guess, context[trained], state[trained])
             predictions.append(Prediction(logits, rows[trained], positions[trained] + 1 + step))
         return predictions
 

@@ -31,7 +31,7 @@ CACHE_ARGUMENTS = (
     "layer_past",
 )  # a layer's name for it differs by architecture and version
 
-_visible: ContextVar[Tensor] = ContextVar("mtp_unrolled_visible")
+_text: ContextVar[tuple[Tensor, int]] = ContextVar("mtp_unrolled_text")
 
 
 class TargetLayer(nn.Module):
@@ -89,10 +89,10 @@ class TargetLayer(nn.Module):
         with attention.active():
             return self._run(x, attention.positions, mask, cache, ATTENTION_NAME)
 
-    def unrolled(self, x: Tensor, positions: Tensor, visible: Tensor, cache: Cache) -> Tensor:
-        """``x [B, P, H]`` of one unrolled step, whose token p sees the text where ``visible [B, P, T]``, and the
-        tokens of the same index p in the steps before, itself included.  ``cache`` holds the text and these steps."""
-        with _showing(visible):
+    def unrolled(self, x: Tensor, positions: Tensor, seen: Tensor, length: int, cache: Cache) -> Tensor:
+        """``x [B, P, H]`` of one unrolled step, whose token p sees the text up to ``seen [B, P]``, and the tokens of
+        the same index p in the steps before, itself included.  ``cache`` holds the text, of ``length``, and these."""
+        with _showing(seen, length):
             return self._run(x, positions, None, cache, UNROLLED_NAME)
 
     def _run(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache, attention_name: str) -> Tensor:
@@ -116,12 +116,12 @@ def full_attention_layer(target: Target) -> int:
 
 
 @contextmanager
-def _showing(visible: Tensor) -> Iterator[None]:
-    token = _visible.set(visible)
+def _showing(seen: Tensor, length: int) -> Iterator[None]:
+    token = _text.set((seen, length))
     try:
         yield
     finally:
-        _visible.reset(token)
+        _text.reset(token)
 
 
 def unrolled_attention(
@@ -144,11 +144,11 @@ def unrolled_attention(
         raise ValueError(
             f"{type(module).__name__} has attention sinks, which unrolled training does not know. {ADVICE}"
         )
-    visible = _visible.get()
-    groups, text = query.shape[1] // key.shape[1], visible.shape[2]
+    seen, text = _text.get()
+    groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     own_keys, own_values = (list(x[:, :, text:].split(query.shape[2], dim=2)) for x in (key, value))
-    out = attend_with_own(query, key[:, :, :text], value[:, :, :text], visible, own_keys, own_values, scaling, softcap)
+    out = attend_with_own(query, key[:, :, :text], value[:, :, :text], seen, own_keys, own_values, scaling, softcap)
     return out.unflatten(-1, (query.shape[1], -1)), None
 
 

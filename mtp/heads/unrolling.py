@@ -6,14 +6,19 @@ arXiv 2503.01840, section 3.2; HASS, arXiv 2408.15766).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mtp.heads.base import TrainingBatch
 from mtp.heads.layers import DraftLayer, Rotary
+
+QUERIES = 256  # whose scores exist at one time
 
 
 @dataclass(frozen=True)
@@ -68,21 +73,23 @@ class UnrolledAttention:
         key = layer.split_heads(layer.k_proj(entries))
         (self.key,) = rotary(everywhere, key)
         self.value = layer.split_heads(layer.v_proj(entries))
-        self.visible = everywhere[:, None] <= bases.grid[:, :, None]
-        self.own_keys: list[Tensor] = []
-        self.own_values: list[Tensor] = []
 
-    def add_own(self, x: Tensor, step: int) -> None:
-        """Enter ``x [M, I]``, the input of a step from 1 on; later steps at the same base see it."""
-        key = self.layer.split_heads(self.bases.spread(self.layer.k_proj(x)))
-        self.own_keys.extend(self.rotary(self.bases.grid + step, key))
-        self.own_values.append(self.layer.split_heads(self.bases.spread(self.layer.v_proj(x))))
+    def entry(self, x: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Key and value of ``x [M, I]``, the input of a step from 1 on; it and later steps at its base see them."""
+        key, value = (
+            self.layer.split_heads(self.bases.spread(project(x))) for project in (self.layer.k_proj, self.layer.v_proj)
+        )
+        return *self.rotary(self.bases.grid + step, key), value
 
-    def __call__(self, x: Tensor, step: int) -> Tensor:
-        """``[M, heads * D]`` what the layer's inputs ``x [M, I]`` attend to at a step."""
+    def __call__(self, x: Tensor, step: int, own: Sequence[Tensor] = ()) -> Tensor:
+        """``[M, heads * D]`` what the layer's inputs ``x [M, I]`` attend to at a step.
+
+        Args:
+            own: ``entry`` of the steps from 1 to this one, one behind the other.
+        """
         query = self.layer.split_heads(self.bases.spread(self.layer.q_proj(x)))
         (query,) = self.rotary(self.bases.grid + step, query)
-        attended = attend_with_own(query, self.key, self.value, self.visible, self.own_keys, self.own_values)
+        attended = attend_with_own(query, self.key, self.value, self.bases.grid, own[::2], own[1::2])
         return attended[self.bases.place]
 
 
@@ -102,20 +109,39 @@ def attend_with_own(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    visible: Tensor,
-    own_keys: list[Tensor],
-    own_values: list[Tensor],
+    seen: Tensor,
+    own_keys: Sequence[Tensor],
+    own_values: Sequence[Tensor],
     scaling: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of ``query [B, h, P, D]`` to ``key [B, h, T, D]`` where ``visible [B, P, T]``, and to the key of the
+    """Attention of ``query [B, h, P, D]`` to ``key [B, h, T, D]`` up to position ``seen [B, P]``, and to the key of the
     same index p in each of ``own_keys``.  Returns ``[B, P, h * D]``.  For ``softcap`` see ``mtp.attention.attend``."""
     query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+
+    def attend(rows: slice, length: int) -> Tensor:
+        keys, values = ([states[:, :, rows] for states in own] for own in (own_keys, own_values))
+        text = key[:, :, :length], value[:, :, :length]
+        return _attend_with_own(query[:, :, rows], *text, seen[:, rows], keys, values, softcap)
+
+    return in_blocks(attend, seen, QUERIES)
+
+
+def _attend_with_own(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    own_keys: Sequence[Tensor],
+    own_values: Sequence[Tensor],
+    softcap: float | None,
+) -> Tensor:
+    """``attend_with_own`` of scaled queries, all at once."""
     scores = torch.cat([query @ key.transpose(2, 3), *((query * k).sum(-1, keepdim=True) for k in own_keys)], dim=-1)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     length = key.shape[2]
-    scores[..., :length].masked_fill_(~visible[:, None], float("-inf"))
+    scores[..., :length].masked_fill_(hidden_from(seen, length)[:, None], float("-inf"))
     weights = scores.softmax(-1)
     out = weights[..., :length] @ value
     for at, v in enumerate(own_values):
@@ -124,27 +150,59 @@ def attend_with_own(
 
 
 def attend_with_block(
-    key: Tensor, value: Tensor, visible: Tensor, query: Tensor, block_key: Tensor, block_value: Tensor
+    key: Tensor, value: Tensor, seen: Tensor, query: Tensor, block_key: Tensor, block_value: Tensor
 ) -> Tensor:
     """Attention of every base position's block to the text before it and to the whole of itself.
 
     Args:
         key: ``[B, h, T, D]``, and ``value``: of the text.
-        visible: ``[B, P, T]`` which of it each base position sees.
+        seen: ``[B, P]`` the last of its positions that each base position sees.
         query: ``[B, h, P, K, D]`` of K slots for each of P base positions; ``block_key``, ``block_value`` likewise.
 
     Returns:
         ``[B, P, K, h * D]``.
     """
-    slots = query.shape[3]
     query = query * query.shape[-1] ** -0.5
+
+    def attend(rows: slice, length: int) -> Tensor:
+        block = [states[:, :, rows] for states in (query, block_key, block_value)]
+        return _attend_with_block(key[:, :, :length], value[:, :, :length], seen[:, rows], *block)
+
+    return in_blocks(attend, seen, max(1, QUERIES // query.shape[3]))
+
+
+def _attend_with_block(
+    key: Tensor, value: Tensor, seen: Tensor, query: Tensor, block_key: Tensor, block_value: Tensor
+) -> Tensor:
+    """``attend_with_block`` of scaled queries, all at once."""
+    slots, length = query.shape[3], key.shape[2]
     shared = (query.flatten(2, 3) @ key.transpose(2, 3)).unflatten(2, (-1, slots))
-    shared = shared.masked_fill(~visible[:, None, :, None], float("-inf"))
+    shared = shared.masked_fill(hidden_from(seen, length)[:, None, :, None], float("-inf"))
     weights = torch.cat([shared, query @ block_key.transpose(3, 4)], dim=-1).softmax(-1)
-    length = key.shape[2]
     out = (weights[..., :length].flatten(2, 3) @ value).unflatten(2, (-1, slots))
     out = out + weights[..., length:] @ block_value
     return out.permute(0, 2, 3, 1, 4).flatten(3)
+
+
+def hidden_from(seen: Tensor, length: int) -> Tensor:
+    """``[B, P, length]`` bool: which positions lie behind the last one that is ``seen [B, P]``."""
+    return torch.arange(length, device=seen.device) > seen[:, :, None]
+
+
+def in_blocks(attend: Callable[[slice, int], Tensor], seen: Tensor, size: int) -> Tensor:
+    """What all base positions attend to, ``[B, P, ...]``, from ``attend`` of ``size`` of them at a time.
+
+    Scores of a long row are never there all at once, neither forward nor backward: those of a block are dropped, and
+    computed again when its gradients are due (Rabe and Staats, arXiv 2112.05682).
+
+    Args:
+        attend: from a range of base positions, and how much of the text these see, to ``[B, size, ...]``.
+        seen: ``[B, P]`` the last position of the text that each base position sees.
+    """
+    ends = seen.amax(0).tolist()
+    blocks = [slice(first, first + size) for first in range(0, len(ends), size)]
+    run = attend if len(blocks) == 1 else partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([run(block, max(ends[block]) + 1) for block in blocks], dim=1)
 
 
 @torch.no_grad()
