@@ -116,7 +116,7 @@ class CompiledLayers:
         self._functions: list[_CompiledLayer] = []
         layers = list(layers)
         self._configs = list({id(c): c for layer in layers for c in _configs(layer)}.values())
-        self._settings = [_settings(config) for config in self._configs]
+        self._settings = list(map(_config_settings, self._configs))
         natives: dict[str, Native | LayerGraphError] = {}
         reasons: Counter[str] = Counter()
         bar = tqdm(layers, "compiling layers", unit="layer", leave=False, disable=not progress)
@@ -160,7 +160,7 @@ class CompiledLayers:
 
     def refresh(self) -> None:
         """Notice what was changed since the last generation: weights, parts of layers, hooks on them, configs."""
-        is_as_it_was = [_settings(config) for config in self._configs] == self._settings
+        is_as_it_was = list(map(_config_settings, self._configs)) == self._settings
         for function in self._functions:
             function.refresh()
             function.is_usable &= is_as_it_was
@@ -283,8 +283,8 @@ def structure(layer: nn.Module, call: LayerCall) -> str:
     inputs = [[str(tensor.dtype), list(tensor.shape)] for tensor in call.inputs]
     places = [repr(place) for place in (*call.tensors, call.mask, call.cache)]
     rest = [(key, value) for key, value in (*enumerate(call.args), *call.kwargs.items()) if isinstance(value, PLAIN)]
-    configs = list(map(_settings, _configs(layer)))
-    return json.dumps([modules, _shapes(layer), configs, groups, inputs, places, rest])
+    configs = list(map(_config_settings, _configs(layer)))
+    return json.dumps([modules, _shapes(layer), configs, groups, inputs, places, rest], sort_keys=True)
 
 
 def _shapes(layer: nn.Module) -> list[tuple[str, tuple[int, ...], tuple[int, ...], str, str]]:
@@ -300,11 +300,13 @@ def _configs(layer: nn.Module) -> list[Any]:
 
 def _settings(owner: Any) -> dict[str, Any]:
     """The attributes of a module or a config that its code may branch on, as plain values."""
-    return {
-        name: _plain(value)
-        for name, value in sorted(vars(owner).items())
-        if name not in NO_SETTINGS and not (name.startswith("_") and not isinstance(owner, nn.Module))
-    }
+    return {name: _plain(value) for name, value in vars(owner).items() if name not in NO_SETTINGS}
+
+
+def _config_settings(config: Any) -> dict[str, Any]:
+    """Those of a config that say something of the model: names with an underscore are where it comes from, and how it
+    attends, which is different during our passes."""
+    return {name: value for name, value in _settings(config).items() if not name.startswith("_")}
 
 
 def _plain(value: Any) -> Any:

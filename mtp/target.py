@@ -334,6 +334,7 @@ class Target:
         """
         captured: dict[int, Tensor] = {}
         self._refuse_changing_angles(attention)
+        as_tuple = bool(skip) and self._layers_return_tuples  # found out by a pass of its own, before this one begins
         with ExitStack() as stack:
             stack.enter_context(self._lock)
             stack.enter_context(attention.active())
@@ -344,7 +345,7 @@ class Target:
                 stack.enter_context(attention_implementation(self._configs, ATTENTION_NAME))
             stack.enter_context(evaluation_mode(self.causal_lm))
             if skip:
-                stack.enter_context(without_layers([self.layers[at] for at in skip], self._layers_return_tuples))
+                stack.enter_context(without_layers([self.layers[at] for at in skip], as_tuple))
             for layer in taps:
                 stack.callback(self._tap(layer, captured).remove)
 

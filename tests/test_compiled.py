@@ -75,6 +75,14 @@ def test_layers_that_are_built_alike_share_a_graph(graphs: list[str]) -> None:
     assert len(graphs) == 2  # sliding and full
 
 
+def test_compiled_layers_can_be_left_out_at_once(graphs: list[str]) -> None:
+    target = tiny_target()
+    target.compile(progress=False)
+    found = pass_over_trees(target, FOUR, skip=(1,)).logits
+    expected = pass_over_trees(Target(target.model), FOUR, skip=(1,)).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("batch", [1, 4])
 def test_generated_text_is_the_same(batch: int, graphs: list[str]) -> None:
     lm = tiny_model()
