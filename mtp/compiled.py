@@ -124,6 +124,7 @@ class CompiledLayers:
             try:
                 call = _called(passes[0], at)
                 _refuse_unpacked(call)
+                _refuse_loose_tensors(layer)
                 key = structure(layer, call)
                 if key not in natives:
                     natives[key] = _native(key, layer, call, tracing)
@@ -203,6 +204,15 @@ def _refuse_unpacked(call: LayerCall) -> None:
         if not can_pack(linear):
             kind = f"{type(linear).__name__} over a {linear.weight.dtype} {type(linear.weight).__name__}"
             raise LayerGraphError(f"a {kind} in it cannot be packed")
+
+
+def _refuse_loose_tensors(layer: nn.Module) -> None:
+    """Raise ``LayerGraphError`` for tensors that are no inputs of the graph: their values would be fixed in it."""
+    for name, module in layer.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, Tensor):
+                path = f"{name}.{attribute}".lstrip(".")
+                raise LayerGraphError(f"its {path} is a tensor, but neither a parameter nor a buffer")
 
 
 def _compare(function: _CompiledLayer, attention: AttentionPass, call: LayerCall) -> None:

@@ -257,6 +257,21 @@ def test_a_layer_that_asks_how_long_the_text_is_runs_as_it_is(graphs: list[str])
     assert "how long" in str(report)
 
 
+def test_a_layer_with_a_tensor_that_no_module_knows_of_runs_as_it_is(graphs: list[str]) -> None:
+    target = tiny_target()
+    layer: Any = target.layers[1]
+    layer.mlp.scale = torch.tensor(2.0)
+    forward = type(layer.mlp).forward
+    scaled = {"forward": lambda self, x: forward(self, x) * self.scale}
+    layer.mlp.__class__ = type("ScaledMLP", (type(layer.mlp),), scaled)
+    report = target.compile(progress=False)
+    assert report.compiled == len(target.layers) - 1
+    assert "mlp.scale" in str(report)
+    layer.mlp.scale = torch.tensor(-3.0)
+    found = pass_over_trees(target, FOUR).logits
+    torch.testing.assert_close(found, pass_over_trees(Target(target.model), FOUR).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_nothing_is_kept_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of those that were recorded nor of later ones: a cache may be large."""
     monkeypatch.setattr(compiled, "_native", lambda key, layer, call, tracing: lambda inputs: [inputs[0] + 0.0])
