@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -45,15 +46,17 @@ FORMAT = 1
 SUFFIX = ".pt2"
 # How far a compiled layer may be from the layer itself, as a share of what enters it, leaves it and is added in it.
 ALIKE = 0.99  # of the values; where thousands are summed up, single ones round off further
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 # And a whole pass, as a share of its hidden states (a wrong one is off by all of them): rounding adds up over layers.
-PASS_TOLERANCES = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
+PASS_TOLERANCES = {torch.float64: 1e-2, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
 
 MOST_ROWS = 8  # for which it is measured whether more of them would take less time
 WORTH_FILLING = 0.95  # of the time: less is noise
 REPEATS = 3
 
 PLAIN = (bool, int, float, str, type(None))
+# Every module has these.  And a layer's number is not in the graph: only the cache goes by it.
+NO_SETTINGS = frozenset({*vars(nn.Module()), "layer_idx"})
 Native = Callable[[list[Tensor]], list[Tensor]]
 
 
@@ -118,13 +121,17 @@ class CompiledLayers:
         progress: bool = True,
     ):
         self._functions: list[_CompiledLayer] = []
+        layers = list(layers)
+        self._configs = list({id(c): c for layer in layers for c in _configs(layer)}.values())
+        self._settings = list(map(_config_settings, self._configs))
         natives: dict[str, Native | LayerGraphError] = {}
         reasons: Counter[str] = Counter()
-        bar = tqdm(list(layers), "compiling layers", unit="layer", leave=False, disable=not progress)
+        bar = tqdm(layers, "compiling layers", unit="layer", leave=False, disable=not progress)
         for at, layer in enumerate(bar):
             try:
                 call = _called(passes[0], at)
                 _refuse_unpacked(call)
+                _refuse_loose_tensors(layer)
                 key = structure(layer, call)
                 if key not in natives:
                     natives[key] = _native(key, layer, call, tracing)
@@ -158,12 +165,14 @@ class CompiledLayers:
     @property
     def linears(self) -> list[nn.Linear]:
         """The linear layers that are multiplied here."""
-        return [linear for function in self._functions for group in function.call.groups for linear in group]
+        return [linear for function in self._functions for linear in function.linears]
 
     def refresh(self) -> None:
-        """Notice what was changed since the last generation: weights, parts of layers, hooks on them."""
+        """Notice what was changed since the last generation: weights, parts of layers, hooks on them, configs."""
+        is_as_it_was = list(map(_config_settings, self._configs)) == self._settings
         for function in self._functions:
             function.refresh()
+            function.is_usable &= is_as_it_was
 
     @property
     def is_whole(self) -> bool:
@@ -210,6 +219,15 @@ def _refuse_unpacked(call: LayerCall) -> None:
             raise LayerGraphError(f"a {kind} in it cannot be packed")
 
 
+def _refuse_loose_tensors(layer: nn.Module) -> None:
+    """Raise ``LayerGraphError`` for tensors that are no inputs of the graph: their values would be fixed in it."""
+    for name, module in layer.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, Tensor):
+                path = f"{name}.{attribute}".lstrip(".")
+                raise LayerGraphError(f"its {path} is a tensor, but neither a parameter nor a buffer")
+
+
 def _compare(function: _CompiledLayer, attention: AttentionPass, call: LayerCall) -> None:
     """Raise ``LayerGraphError`` if the compiled layer does not give what the layer gave in ``call``."""
     try:
@@ -218,6 +236,8 @@ def _compare(function: _CompiledLayer, attention: AttentionPass, call: LayerCall
     except Exception as error:
         raise LayerGraphError(_first_line(error)) from error
     expected = states_of(call.output).float()
+    if found.shape != expected.shape:
+        raise LayerGraphError(f"compiled, it gives {tuple(found.shape)} in place of {tuple(expected.shape)}")
     entered = call.inputs[0].float()
     # Rounding is relative to the largest value on the way: what enters, what leaves, and what is added.
     scale = entered.abs() + expected.abs() + (expected - entered).square().mean().sqrt()
@@ -232,25 +252,26 @@ class _CompiledLayer:
     def __init__(self, layer: nn.Module, call: LayerCall, native: Native):
         self.is_usable = True
         self.layer = layer
-        self.call = call
+        self.linears = [linear for group in call.groups for linear in group]
         self._native = native
-        self.site = Site([PackedProduct(group) for group in call.groups], call.cache_index, layer)
+        self._site = Site([PackedProduct(group) for group in call.groups], call.cache_index, layer)
         self._weights = weight_places(layer, call)
-        self._output = pytree.tree_flatten(call.output)
-        self._modules = [(id(module), _settings(module)) for module in layer.modules()]
+        # Of the call only places are kept: its tensors, and the cache among them, are let go.
+        self._tensors, self._mask, self._cache = call.tensors, call.mask, call.cache
+        leaves, self._spec = pytree.tree_flatten(call.output)
+        self._at = next(at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        self._before, self._behind = leaves[: self._at], leaves[self._at + 1 :]
+        self._made_of = self._parts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call, site = self.call, self.site
-        site.mask, site.cache = call.mask.find(args, kwargs), call.cache.find(args, kwargs)
-        inputs = [place.find(args, kwargs).contiguous() for place in call.tensors]
+        site = self._site
+        site.mask, site.cache = self._mask.find(args, kwargs), self._cache.find(args, kwargs)
+        inputs = [place.find(args, kwargs).contiguous() for place in self._tensors]
         inputs += [getattr(owner, name) for owner, name in self._weights]
         layer_graph.current.site = site
         (states,) = self._native(inputs)
         site.mask = site.cache = None  # of one pass: nothing of it is kept
-        if isinstance(call.output, Tensor):
-            return states
-        leaves, spec = self._output
-        return pytree.tree_unflatten([states if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        return pytree.tree_unflatten([*self._before, states, *self._behind], self._spec)
 
     def can_stand_in(self) -> bool:
         """Whether nothing was changed that the function does not know of."""
@@ -258,11 +279,15 @@ class _CompiledLayer:
 
     def refresh(self) -> None:
         modules = list(self.layer.modules())
-        changed = [(id(module), _settings(module)) for module in modules] != self._modules
+        changed = self._parts() != self._made_of
         changed |= any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules[1:])
-        self.is_usable = not changed and all(can_pack(linear) for group in self.call.groups for linear in group)
-        for product in self.site.products:
+        self.is_usable = not changed and all(map(can_pack, self.linears))
+        for product in self._site.products:
             product.refresh()
+
+    def _parts(self) -> Any:
+        """What may not change for the function to stand for the layer, beside the weights' values."""
+        return [(id(module), type(module), _settings(module)) for module in self.layer.modules()], _shapes(self.layer)
 
 
 @torch.no_grad()
@@ -299,55 +324,75 @@ def structure(layer: nn.Module, call: LayerCall) -> str:
         [name, f"{type(module).__module__}.{type(module).__qualname__}", _settings(module)]
         for name, module in layer.named_modules()
     ]
-    tensors = [
-        [name, list(tensor.shape), str(tensor.dtype)]
-        for name, tensor in (*layer.named_parameters(), *layer.named_buffers())
-    ]
     names = {id(module): name for name, module in layer.named_modules()}
     groups = [[names[id(linear)] for linear in group] for group in call.groups]
     inputs = [[str(tensor.dtype), list(tensor.shape)] for tensor in call.inputs]
     places = [repr(place) for place in (*call.tensors, call.mask, call.cache)]
-    rest = {key: value for key, value in call.kwargs.items() if isinstance(value, PLAIN)}
-    return json.dumps([modules, tensors, groups, inputs, places, sorted(rest.items())])
+    rest = [(key, value) for key, value in (*enumerate(call.args), *call.kwargs.items()) if isinstance(value, PLAIN)]
+    configs = list(map(_config_settings, _configs(layer)))
+    return json.dumps([modules, _shapes(layer), configs, groups, inputs, places, rest], sort_keys=True)
 
 
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """A module's plain attributes, lists of them included: what its code may branch on.
+def _shapes(layer: nn.Module) -> list[tuple[str, tuple[int, ...], tuple[int, ...], str, str]]:
+    """Of all weights, by name: a native function takes them for what they were, and looks at none of this."""
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    return [(name, tuple(t.shape), t.stride(), str(t.dtype), str(t.device)) for name, t in tensors]
 
-    A layer's number is left out: what it does to the cache is not in the graph.
-    """
-    plain: dict[str, Any] = {name: value for name, value in vars(module).items() if isinstance(value, PLAIN)}
-    lists = {name: tuple(value) for name, value in vars(module).items() if isinstance(value, list | tuple)}
-    plain |= {name: values for name, values in lists.items() if all(isinstance(value, PLAIN) for value in values)}
-    return {name: plain[name] for name in sorted(plain) if name not in ("layer_idx", "training")}
+
+def _configs(layer: nn.Module) -> list[Any]:
+    """The configs that a layer's code may read while it runs, each once."""
+    return list({id(m.config): m.config for m in layer.modules() if hasattr(m, "config")}.values())
+
+
+def _settings(owner: Any) -> dict[str, Any]:
+    """The attributes of a module or a config that its code may branch on, as plain values."""
+    return {name: _plain(value) for name, value in vars(owner).items() if name not in NO_SETTINGS}
+
+
+def _config_settings(config: Any) -> dict[str, Any]:
+    """Those of a config that say something of the model: names with an underscore are where it comes from, and how it
+    attends, which is different during our passes."""
+    return {name: value for name, value in _settings(config).items() if not name.startswith("_")}
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared and written down; of what has no such form (a function, an object) its name."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, dict):
+        return tuple((str(key), _plain(each)) for key, each in value.items())
+    if isinstance(value, set | frozenset):
+        return tuple(sorted(map(str, value)))
+    if isinstance(value, torch.dtype):
+        return str(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def artefact(key: str, layer: nn.Module) -> Path:
     """Where a layer of this structure is kept, by everything that its code depends on."""
+    sources = sorted({layer_graph.__name__, *(type(module).__module__ for module in layer.modules())})
     what = [
         FORMAT,
         key,
         torch.__version__,
         transformers.__version__,
         torch.backends.cpu.get_cpu_capability(),
+        _instructions(),
         torch.get_num_threads(),
-        *(hashlib.sha256(inspect.getsource(code).encode()).hexdigest() for code in (_module_of(layer), layer_graph)),
+        *(hashlib.sha256(inspect.getsource(sys.modules[name]).encode()).hexdigest() for name in sources),
     ]
     return cache_folder() / "compiled" / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}{SUFFIX}"
-
-
-def _module_of(layer: nn.Module) -> Any:
-    """The Python module that the layer's code stands in."""
-    return sys.modules[type(layer).__module__]
 
 
 def _native(
     key: str, layer: nn.Module, call: LayerCall, tracing: Callable[[], AbstractContextManager[None]]
 ) -> Native | LayerGraphError:
     """The function for layers of this structure, or why there is none."""
-    path = artefact(key, layer)
     try:
-        if not path.exists():
+        path = artefact(key, layer)
+        if not _is_whole(path):
             with tracing():
                 _compile(path, layer, call)
         return torch._inductor.aoti_load_package(str(path)).loader.boxed_run
@@ -356,6 +401,21 @@ def _native(
     except Exception as error:  # compilers fail in many ways, and none of them may stop a generation
         logger.debug("a layer cannot be compiled", exc_info=True)
         return LayerGraphError(_first_line(error))
+
+
+def _instructions() -> list[str]:
+    """What this very processor can do, all of which compilers use: on another one such code would end the process."""
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return sorted(name for name, has in known.items() if has is True)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether what was kept can be loaded: code of which a part is missing or spoilt would end the process."""
+    try:
+        with zipfile.ZipFile(path) as package:
+            return package.testzip() is None
+    except Exception:  # no file, or one that is spoilt in one of many ways
+        return False
 
 
 def _first_line(error: Exception) -> str:

@@ -66,6 +66,8 @@ class LayerCall:
         if sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)) != 1:
             raise LayerGraphError("it returns other tensors beside its hidden states")
         tensors = tuple(place for place, leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype != torch.bool)
+        if sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))) != len(tensors) + len(masks):
+            raise LayerGraphError("it is handed tensors inside of something else than a tuple")
         return cls(args, kwargs, output, groups, cache_indices[0], tensors, masks[0], caches[0])
 
     @property

@@ -102,8 +102,9 @@ class PackedProduct:
     def __init__(self, modules: Sequence[nn.Linear]):
         # Weak: this object hangs on a module while active, and must not keep it alive in a circle.
         self._modules = [weakref.ref(module) for module in modules]
-        # What was packed: every parameter with its module's table and its name there, its version and its memory.
-        self._state: list[tuple[dict[str, Any], str, Tensor, int, int]] | None = None
+        # What was packed: every parameter (None: no bias) with its module's table and its name there, its version and
+        # its memory.
+        self._state: list[tuple[dict[str, Any], str, Tensor | None, int, int]] | None = None
         self._samples: list[Tensor] = []
         self._packed: Tensor | None = None
         self._bias: Tensor | None = None
@@ -122,7 +123,7 @@ class PackedProduct:
         if self._state is None:
             return True
         for table, name, parameter, version, memory in self._state:  # a few times a layer and pass: plain and quick
-            if table[name] is not parameter or _version(parameter) != version or parameter.data_ptr() != memory:
+            if table.get(name) is not parameter or _version(parameter) != version or _memory(parameter) != memory:
                 return True
         return False
 
@@ -136,20 +137,24 @@ class PackedProduct:
             biases = [_bias(module) for module in modules]
             self._bias = biases[0] if len(biases) == 1 else torch.cat(biases)
         parameters = [(m._parameters, name, m._parameters[name]) for m in modules for name in ("weight", "bias")]
-        self._state = [(t, name, p, _version(p), p.data_ptr()) for t, name, p in parameters if p is not None]
-        self._samples = [_sample(parameter) for _, _, parameter, *_ in self._state]
+        self._state = [(table, name, p, _version(p), _memory(p)) for table, name, p in parameters]
+        self._samples = [_sample(p) for *_, p in parameters if p is not None]
 
     def refresh(self) -> None:
         """Notice a parameter that was changed behind autograd's back: it is packed again at the next call."""
         if self._state is None:
             return
-        packed = zip(self._state, self._samples, strict=True)
-        if any(not torch.equal(_sample(parameter), sample) for (_, _, parameter, *_), sample in packed):
+        packed = zip((p for _, _, p, *_ in self._state if p is not None), self._samples, strict=True)
+        if any(not torch.equal(_sample(parameter), sample) for parameter, sample in packed):
             self._state = None
 
 
-def _version(parameter: Tensor) -> int:
-    return -1 if parameter.is_inference() else parameter._version
+def _version(parameter: Tensor | None) -> int:
+    return -1 if parameter is None or parameter.is_inference() else parameter._version
+
+
+def _memory(parameter: Tensor | None) -> int:
+    return 0 if parameter is None else parameter.data_ptr()
 
 
 def _bias(module: nn.Linear) -> Tensor:

@@ -190,27 +190,38 @@ class Target:
         if self.device.type != "cpu" or not packing.is_available():
             why = f"on {self.device.type}" if self.device.type != "cpu" else "this build of torch cannot pack weights"
             return CompileReport(self.num_layers, 0, {why: self.num_layers})
-        # While passes are recorded nothing is packed: what is compiled packs for itself, and one copy is enough.
-        self._packed, self._compiled = PackedLinears(nn.Module()), None
-        passes = [self._recorded(BATCH, LENGTH), self._recorded(1, 1)]
-        self._compiled = CompiledLayers(
-            self.layers, passes, lambda: attention_implementation(self._configs, TRACING_NAME), progress
-        )
-        self._compiled.compare(self._hidden, passes[0])
-        self._packed = PackedLinears(self.causal_lm)
-        self._packed.forget(self._compiled.linears)
-        return self._compiled.report
+        with self._lock, evaluation_mode(self.causal_lm), torch.autocast("cpu", enabled=False):
+            # While passes are recorded nothing is packed: what is compiled packs for itself, and one copy is enough.
+            self._packed, self._compiled = PackedLinears(nn.Module()), None
+            try:
+                passes = [self._recorded(BATCH, LENGTH), self._recorded(1, 1, prefix=2)]
+                compiled = CompiledLayers(
+                    self.layers, passes, lambda: attention_implementation(self._configs, TRACING_NAME), progress
+                )
+                self._compiled = compiled
+                compiled.compare(self._hidden, passes[0])
+            except BaseException:  # an interrupt, say: what was not compared to its end is not used
+                self._compiled = None
+                raise
+            finally:
+                self._packed = PackedLinears(self.causal_lm)
+                self._packed.forget([] if self._compiled is None else self._compiled.linears)
+        return compiled.report
 
     def _hidden(self, tokens: Tensor, attention: AttentionPass) -> Tensor:
         """Last hidden states of a pass over empty rows."""
         cache = TreeCache(self.num_layers, tokens.shape[0], tokens.shape[1], self.device)
         return self.forward(tokens, cache, attention).hidden
 
-    def _recorded(self, batch: int, length: int) -> RecordedPass:
-        """An ordinary pass over chains of some tokens, and what every layer was called with in it."""
+    def _recorded(self, batch: int, length: int, prefix: int = 0) -> RecordedPass:
+        """An ordinary pass over chains of tokens behind some others, and what every layer was called with in it."""
         tokens = torch.arange(batch * length, device=self.device).reshape(batch, length) % self.vocab_size
         tree = TokenTree.from_parents(tokens, torch.arange(-1, length - 1, device=self.device).expand(batch, -1))
-        cache = TreeCache(self.num_layers, batch, length, self.device)
+        cache = TreeCache(self.num_layers, batch, prefix + length, self.device)
+        if prefix:
+            before = tokens[:, :1].expand(-1, prefix)
+            self.forward(before, cache, AttentionPass.over_chain(prefix, cache.lengths, start=0))
+            cache.commit(None, torch.full_like(cache.lengths, prefix), longest=prefix)
         attention = AttentionPass.over_tree(tree, cache.lengths, cache.start)
         recorder = Recorder(list(self.layers))
         with recorder.active(cache):
@@ -332,6 +343,7 @@ class Target:
         """
         captured: dict[int, Tensor] = {}
         self._refuse_changing_angles(attention)
+        as_tuple = bool(skip) and self._layers_return_tuples  # found out by a pass of its own, before this one begins
         with ExitStack() as stack:
             stack.enter_context(self._lock)
             stack.enter_context(attention.active())
@@ -342,7 +354,7 @@ class Target:
                 stack.enter_context(attention_implementation(self._configs, ATTENTION_NAME))
             stack.enter_context(evaluation_mode(self.causal_lm))
             if skip:
-                stack.enter_context(without_layers([self.layers[at] for at in skip], self._layers_return_tuples))
+                stack.enter_context(without_layers([self.layers[at] for at in skip], as_tuple))
             for layer in taps:
                 stack.callback(self._tap(layer, captured).remove)
 
