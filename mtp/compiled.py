@@ -142,7 +142,7 @@ class CompiledLayers:
             except LayerGraphError as error:
                 reasons[str(error)] += 1
         self.report = CompileReport(len(passes[0].calls), len(self._functions), dict(reasons))
-        self.fullest = fullest([product for function in self._functions for product in function.site.products])
+        self.fullest = fullest([product for function in self._functions for product in function.products])
 
     def compare(self, run: Callable[[Tensor, AttentionPass], Tensor], recorded: RecordedPass) -> None:
         """Use none of the functions if a pass with all of them does not give what was recorded.
@@ -273,6 +273,10 @@ class _CompiledLayer:
         site.mask = site.cache = None  # of one pass: nothing of it is kept
         return pytree.tree_unflatten([*self._before, states, *self._behind], self._spec)
 
+    @property
+    def products(self) -> Sequence[PackedProduct]:
+        return self._site.products
+
     def can_stand_in(self) -> bool:
         """Whether nothing was changed that the function does not know of."""
         return self.is_usable and "forward" not in self.layer.__dict__
@@ -282,7 +286,7 @@ class _CompiledLayer:
         changed = self._parts() != self._made_of
         changed |= any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules[1:])
         self.is_usable = not changed and all(map(can_pack, self.linears))
-        for product in self._site.products:
+        for product in self.products:
             product.refresh()
 
     def _parts(self) -> Any:
