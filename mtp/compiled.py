@@ -10,40 +10,38 @@ A layer that cannot be compiled, or whose compiled function does not give what t
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import json
 import logging
-import os
-import sys
-import tempfile
 import time
-import warnings
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from mtp import layer_graph
 from mtp.attention import AttentionPass
-from mtp.files import cache_folder
 from mtp.layer_call import LayerCall, LayerGraphError, states_of
-from mtp.layer_graph import Site, trace, weight_names
+from mtp.layer_graph import Site
+from mtp.native import (
+    Native,
+    config_settings,
+    configs_of,
+    first_line,
+    native_function,
+    settings_of,
+    shapes,
+    structure,
+    weight_places,
+)
 from mtp.packing import PackedProduct, can_pack
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-SUFFIX = ".pt2"
 # How far a compiled layer may be from the layer itself, as a share of what enters it, leaves it and is added in it.
 ALIKE = 0.99  # of the values; where thousands are summed up, single ones round off further
 TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
@@ -53,11 +51,6 @@ PASS_TOLERANCES = {torch.float64: 1e-2, torch.float32: 1e-2, torch.bfloat16: 0.5
 MOST_ROWS = 8  # for which it is measured whether more of them would take less time
 WORTH_FILLING = 0.95  # of the time: less is noise
 REPEATS = 3
-
-PLAIN = (bool, int, float, str, type(None))
-# Every module has these.  And a layer's number is not in the graph: only the cache goes by it.
-NO_SETTINGS = frozenset({*vars(nn.Module()), "layer_idx"})
-Native = Callable[[list[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -121,9 +114,10 @@ class CompiledLayers:
         progress: bool = True,
     ):
         self._functions: list[_CompiledLayer] = []
+        self._changed = 0
         layers = list(layers)
-        self._configs = list({id(c): c for layer in layers for c in _configs(layer)}.values())
-        self._settings = list(map(_config_settings, self._configs))
+        self._configs = list({id(c): c for layer in layers for c in configs_of(layer)}.values())
+        self._settings = list(map(config_settings, self._configs))
         natives: dict[str, Native | LayerGraphError] = {}
         reasons: Counter[str] = Counter()
         bar = tqdm(layers, "compiling layers", unit="layer", leave=False, disable=not progress)
@@ -134,7 +128,7 @@ class CompiledLayers:
                 _refuse_loose_tensors(layer)
                 key = structure(layer, call)
                 if key not in natives:
-                    natives[key] = _native(key, layer, call, tracing)
+                    natives[key] = native_function(key, layer, call, tracing)
                 function = _CompiledLayer(layer, call, _known(natives[key]))
                 for each in passes:
                     _compare(function, each.attention, _called(each, at))
@@ -155,7 +149,7 @@ class CompiledLayers:
         try:
             found, reason = run(recorded.tokens, recorded.attention).float(), "compiled, a pass gives something else"
         except Exception as error:
-            found, reason = torch.full_like(recorded.hidden, float("nan")).float(), _first_line(error)
+            found, reason = torch.full_like(recorded.hidden, float("nan")).float(), first_line(error)
         expected = recorded.hidden.float()
         off = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
         if not float(off) <= PASS_TOLERANCES[recorded.hidden.dtype]:
@@ -169,10 +163,14 @@ class CompiledLayers:
 
     def refresh(self) -> None:
         """Notice what was changed since the last generation: weights, parts of layers, hooks on them, configs."""
-        is_as_it_was = list(map(_config_settings, self._configs)) == self._settings
+        is_as_it_was = list(map(config_settings, self._configs)) == self._settings
         for function in self._functions:
             function.refresh()
             function.is_usable &= is_as_it_was
+        changed = sum(not function.is_usable for function in self._functions)
+        if changed > self._changed:
+            logger.warning("%d compiled layers were changed: they run as they are, and slower", changed)
+        self._changed = changed
 
     @property
     def is_whole(self) -> bool:
@@ -234,7 +232,7 @@ def _compare(function: _CompiledLayer, attention: AttentionPass, call: LayerCall
         with torch.no_grad(), attention.active():
             found = states_of(function(*call.args, **call.kwargs)).float()
     except Exception as error:
-        raise LayerGraphError(_first_line(error)) from error
+        raise LayerGraphError(first_line(error)) from error
     expected = states_of(call.output).float()
     if found.shape != expected.shape:
         raise LayerGraphError(f"compiled, it gives {tuple(found.shape)} in place of {tuple(expected.shape)}")
@@ -291,7 +289,7 @@ class _CompiledLayer:
 
     def _parts(self) -> Any:
         """What may not change for the function to stand for the layer, beside the weights' values."""
-        return [(id(module), type(module), _settings(module)) for module in self.layer.modules()], _shapes(self.layer)
+        return [(id(module), type(module), settings_of(module)) for module in self.layer.modules()], shapes(self.layer)
 
 
 @torch.no_grad()
@@ -311,127 +309,3 @@ def fullest(products: Sequence[PackedProduct]) -> dict[int, int]:
         if seconds[best] < WORTH_FILLING * taken:
             found[rows] = best
     return found
-
-
-def weight_places(layer: nn.Module, call: LayerCall) -> list[tuple[nn.Module, str]]:
-    """Where the weights are that the graph takes as inputs: read anew in every pass, so that they are never stale."""
-    paths = [name.rpartition(".") for name in weight_names(layer, call)]
-    return [(layer.get_submodule(path), name) for path, _, name in paths]
-
-
-# ---- what is compiled once ------------------------------------------------------------------------------------------
-
-
-def structure(layer: nn.Module, call: LayerCall) -> str:
-    """Everything that a layer's graph depends on: two layers of the same structure share it."""
-    modules = [
-        [name, f"{type(module).__module__}.{type(module).__qualname__}", _settings(module)]
-        for name, module in layer.named_modules()
-    ]
-    names = {id(module): name for name, module in layer.named_modules()}
-    groups = [[names[id(linear)] for linear in group] for group in call.groups]
-    inputs = [[str(tensor.dtype), list(tensor.shape)] for tensor in call.inputs]
-    places = [repr(place) for place in (*call.tensors, call.mask, call.cache)]
-    rest = [(key, value) for key, value in (*enumerate(call.args), *call.kwargs.items()) if isinstance(value, PLAIN)]
-    configs = list(map(_config_settings, _configs(layer)))
-    return json.dumps([modules, _shapes(layer), configs, groups, inputs, places, rest], sort_keys=True)
-
-
-def _shapes(layer: nn.Module) -> list[tuple[str, tuple[int, ...], tuple[int, ...], str, str]]:
-    """Of all weights, by name: a native function takes them for what they were, and looks at none of this."""
-    tensors = (*layer.named_parameters(), *layer.named_buffers())
-    return [(name, tuple(t.shape), t.stride(), str(t.dtype), str(t.device)) for name, t in tensors]
-
-
-def _configs(layer: nn.Module) -> list[Any]:
-    """The configs that a layer's code may read while it runs, each once."""
-    return list({id(m.config): m.config for m in layer.modules() if hasattr(m, "config")}.values())
-
-
-def _settings(owner: Any) -> dict[str, Any]:
-    """The attributes of a module or a config that its code may branch on, as plain values."""
-    return {name: _plain(value) for name, value in vars(owner).items() if name not in NO_SETTINGS}
-
-
-def _config_settings(config: Any) -> dict[str, Any]:
-    """Those of a config that say something of the model: names with an underscore are where it comes from, and how it
-    attends, which is different during our passes."""
-    return {name: value for name, value in _settings(config).items() if not name.startswith("_")}
-
-
-def _plain(value: Any) -> Any:
-    """A value that can be compared and written down; of what has no such form (a function, an object) its name."""
-    if isinstance(value, PLAIN):
-        return value
-    if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
-    if isinstance(value, dict):
-        return tuple((str(key), _plain(each)) for key, each in value.items())
-    if isinstance(value, set | frozenset):
-        return tuple(sorted(map(str, value)))
-    if isinstance(value, torch.dtype):
-        return str(value)
-    return getattr(value, "__qualname__", type(value).__qualname__)
-
-
-def artefact(key: str, layer: nn.Module) -> Path:
-    """Where a layer of this structure is kept, by everything that its code depends on."""
-    sources = sorted({layer_graph.__name__, *(type(module).__module__ for module in layer.modules())})
-    what = [
-        FORMAT,
-        key,
-        torch.__version__,
-        transformers.__version__,
-        torch.backends.cpu.get_cpu_capability(),
-        _instructions(),
-        torch.get_num_threads(),
-        *(hashlib.sha256(inspect.getsource(sys.modules[name]).encode()).hexdigest() for name in sources),
-    ]
-    return cache_folder() / "compiled" / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}{SUFFIX}"
-
-
-def _native(
-    key: str, layer: nn.Module, call: LayerCall, tracing: Callable[[], AbstractContextManager[None]]
-) -> Native | LayerGraphError:
-    """The function for layers of this structure, or why there is none."""
-    try:
-        path = artefact(key, layer)
-        if not _is_whole(path):
-            with tracing():
-                _compile(path, layer, call)
-        return torch._inductor.aoti_load_package(str(path)).loader.boxed_run
-    except LayerGraphError as error:
-        return error
-    except Exception as error:  # compilers fail in many ways, and none of them may stop a generation
-        logger.debug("a layer cannot be compiled", exc_info=True)
-        return LayerGraphError(_first_line(error))
-
-
-def _instructions() -> list[str]:
-    """What this very processor can do, all of which compilers use: on another one such code would end the process."""
-    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return sorted(name for name, has in known.items() if has is True)
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether what was kept can be loaded: code of which a part is missing or spoilt would end the process."""
-    try:
-        with zipfile.ZipFile(path) as package:
-            return package.testzip() is None
-    except Exception:  # no file, or one that is spoilt in one of many ways
-        return False
-
-
-def _first_line(error: Exception) -> str:
-    """An error of the compiler's, some of which fill pages."""
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
-
-
-def _compile(path: Path, layer: nn.Module, call: LayerCall) -> None:
-    weights = [getattr(*place) for place in weight_places(layer, call)]
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        staged = str(Path(folder) / path.name)
-        torch._inductor.aoti_compile_and_package(trace(layer, call, weights), package_path=staged)
-        os.replace(staged, path)

@@ -19,6 +19,7 @@ from torch import nn
 from mtp import compiled
 from mtp.layer_call import LayerCall, LayerGraphError
 from mtp.layer_graph import trace
+from mtp.native import weight_places
 
 settings.register_profile(
     "mtp", max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -56,7 +57,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         traced.append(key)
         try:
             with tracing():
-                weights = [getattr(*place) for place in compiled.weight_places(layer, call)]
+                weights = [getattr(*place) for place in weight_places(layer, call)]
                 graph = trace(layer, call, weights).module()
         except LayerGraphError as error:
             return error
@@ -65,6 +66,6 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         count = len(call.tensors)
         return lambda inputs: [graph(inputs[:count], inputs[count:])]
 
-    monkeypatch.setattr(compiled, "_native", native)
+    monkeypatch.setattr(compiled, "native_function", native)
     monkeypatch.setattr(compiled, "fullest", lambda products: dict.fromkeys(range(1, 8), 8))
     return traced

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import OlmoConfig, OlmoForCausalLM
 from transformers.cache_utils import Cache
 
-from mtp import SpeculativeModel, compiled
+from mtp import SpeculativeModel, compiled, native
 from mtp.attention import AttentionPass
 from mtp.cache import TreeCache
 from mtp.cost import Costs
@@ -200,6 +200,19 @@ def test_a_change_of_the_model_is_noticed(change: Any, graphs: list[str]) -> Non
     torch.testing.assert_close(found, pass_over_trees(Target(target.model), FOUR).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_layers_that_run_as_they_are_again_are_named_once(graphs: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    target = tiny_target()
+    target.compile(progress=False)
+    pass_over_trees(target, FOUR)
+    assert not caplog.records
+    hook_a_part(target.layers[1])
+    for _ in range(2):
+        pass_over_trees(target, FOUR)
+    assert [record.getMessage() for record in caplog.records] == [
+        "1 compiled layers were changed: they run as they are, and slower"
+    ]
+
+
 def test_weights_that_are_no_longer_shared_are_noticed(graphs: list[str]) -> None:
     target = tiny_target()
     layer = target.layers[1]
@@ -309,7 +322,7 @@ def test_a_layer_with_a_tensor_that_no_module_knows_of_runs_as_it_is(graphs: lis
 
 def test_nothing_is_kept_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of those that were recorded nor of later ones: a cache may be large."""
-    monkeypatch.setattr(compiled, "_native", lambda key, layer, call, tracing: lambda inputs: [inputs[0] + 0.0])
+    monkeypatch.setattr(compiled, "native_function", lambda key, layer, call, tracing: lambda inputs: [inputs[0] + 0.0])
     monkeypatch.setattr(compiled, "_compare", lambda *_: None)
     monkeypatch.setattr(compiled.CompiledLayers, "compare", lambda *_: None)
     made: list[weakref.ref[TreeCache]] = []
@@ -361,7 +374,7 @@ def test_a_layer_whose_function_is_wrong_runs_as_it_is(monkeypatch: pytest.Monke
     def native(key: str, layer: nn.Module, call: LayerCall, tracing: Any) -> Any:
         return lambda inputs: [inputs[0] * 1.5]
 
-    monkeypatch.setattr(compiled, "_native", native)
+    monkeypatch.setattr(compiled, "native_function", native)
     target = tiny_target()
     expected = pass_over_trees(target, FOUR).logits
     report = target.compile(progress=False)
@@ -412,7 +425,7 @@ def test_native_functions_give_the_same_and_are_kept(dtype: torch.dtype, monkeyp
             tolerance = 1e-4 if dtype == torch.float32 else 5e-2 * float(wanted.logits.abs().max())
             found = pass_over_trees(target, each, taps=(1, 2))
             torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=tolerance)
-        monkeypatch.setattr(compiled, "_compile", lambda *_: pytest.fail("compiled again"))
+        monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
 
 
 @pytest.mark.slow
