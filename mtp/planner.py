@@ -118,7 +118,7 @@ class CostPlanner(Planner):
     Two things are learnt as rounds go by, in one generation after the other.  ``trust`` compares accepted guesses with
     what the drafter's confidences promised: on text that the heads were not trained for they promise too much.  And
     the speed of drafted rounds is held against that of plain ones.  When drafting falls behind it rests, and is tried
-    again for one round after a while, or on a new text; every trial that fails doubles the rest.
+    again for one round after a while; every trial that fails doubles the rest.
 
     Times are counted in plain rounds of the same batch and context, so that rows that end and texts that grow change
     nothing.
@@ -147,12 +147,8 @@ class CostPlanner(Planner):
         self._last: RoundCosts | None = None
 
     def prepare(self, batch: int) -> None:
-        """Measure what is not known yet, before a generation begins.
-
-        A drafter that rests is tried on a new text at once: it rests because of another.
-        """
+        """Measure what is not known yet, before a generation begins."""
         self.costs.prepare(batch)
-        self.resting = min(self.resting, FIRST_ROUNDS)
 
     def budget(self, context: int, batch: int) -> Budget | None:
         self._last = self.costs.table(batch).of_round(context, self.nodes)
