@@ -182,7 +182,7 @@ class OptimConfig:
         seed: of everything that is random.
     """
 
-    epochs: Count = 2
+    epochs: Natural = 2
     batch_positions: Count = 4096
     accumulate: Count = 1
     lr: Positive = 1e-3
