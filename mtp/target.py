@@ -184,7 +184,7 @@ class Target:
     def compile(self, progress: bool = True) -> CompileReport:
         """Compile the layers for passes over trees and prompts on a CPU; see ``mtp.compiled``.
 
-        The first time this takes half a minute or so for each kind of layer; what was compiled is kept on disk.  Where
+        The first time this takes ten seconds or so for each kind of layer; what was compiled is kept on disk.  Where
         nothing can be compiled (no compiler, another device) the report says why, and passes run as before.
         """
         if self.device.type != "cpu" or not packing.is_available():

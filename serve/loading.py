@@ -34,7 +34,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--compile",
         action=argparse.BooleanOptionalAction,
         default=COMPILE,
-        help="the target's layers, on a CPU: shorter passes, for half a minute once (default: %(default)s)",
+        help="the target's layers, on a CPU: shorter passes, for some seconds once (default: %(default)s)",
     )
     parser.add_argument(
         "--drafter",
