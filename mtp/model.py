@@ -106,8 +106,8 @@ class SpeculativeModel:
     def compile(self, progress: bool = True) -> CompileReport:
         """Compile the target's layers for this machine, which makes every pass shorter; see ``mtp.compiled``.
 
-        On a CPU with a C++ compiler.  Ten seconds or so for each kind of layer the first time, two afterwards; where nothing
-        can be compiled, all stays as it is and the report says why.
+        On a CPU with a C++ compiler.  Ten seconds or so for each kind of layer the first time, two afterwards; where
+        nothing can be compiled, all stays as it is and the report says why.
         """
         with self.lock:
             report = self.target.compile(progress)
