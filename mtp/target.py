@@ -238,9 +238,10 @@ class Target:
 
     def refresh(self) -> None:
         """Notice what was changed in place since the last generation (a merged adapter, say)."""
-        self._packed.refresh()
-        if self._compiled is not None:
-            self._compiled.refresh()
+        with self._lock:  # not in the middle of another thread's pass, which packs what it finds unpacked
+            self._packed.refresh()
+            if self._compiled is not None:
+                self._compiled.refresh()
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """An empty cache for ``batch_size`` rows: the beginning of a generation."""
@@ -300,7 +301,7 @@ class Target:
         """
         lengths = torch.zeros(ids.shape[0], dtype=torch.long, device=ids.device)
         attention = AttentionPass.over_chain(ids.shape[1], lengths, start=0)
-        self._packed.refresh()
+        self.refresh()
         with torch.set_grad_enabled(gradient), self._ours(attention, taps) as captured:
             self.backbone(
                 input_ids=ids, position_ids=attention.positions, use_cache=False, **self._mask_argument(attention)

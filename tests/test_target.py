@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
@@ -165,3 +166,29 @@ def test_tied_and_untied_targets_can_be_fingerprinted() -> None:
     model = tiny_model("llama")
     model.lm_head.weight = model.model.embed_tokens.weight
     assert len(Target(model).fingerprint().split("-")) == 3
+
+
+def test_what_is_packed_is_not_looked_at_in_the_middle_of_another_threads_pass() -> None:
+    target = tiny_target("llama")
+    inside, go_on, looked = threading.Event(), threading.Event(), threading.Event()
+
+    def wait(*args: Any) -> None:
+        inside.set()
+        assert go_on.wait(60)
+
+    def look() -> None:
+        target.new_cache(1, 8)
+        looked.set()
+
+    handle = target.layers[0].register_forward_hook(wait)
+    one = threading.Thread(target=target.encode, args=(torch.tensor([[1, 2, 3]]),))
+    one.start()
+    assert inside.wait(60)
+    other = threading.Thread(target=look)
+    other.start()
+    assert not looked.wait(0.2)
+    handle.remove()
+    go_on.set()
+    one.join()
+    other.join()
+    assert looked.is_set()
