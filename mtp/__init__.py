@@ -46,7 +46,7 @@ def load(
     trust_remote_code: bool = False,
     **target_kwargs: Any,
 ) -> SpeculativeModel:
-    """Load an augmented checkpoint.
+    """Load an augmented checkpoint, its head in the target's precision.
 
     Args:
         folder: what ``train/heads.py`` wrote (``RUN/best``).
@@ -62,7 +62,8 @@ def load(
     elif not isinstance(target, Target):
         target = Target(target)
     tokenizer = load_tokenizer(folder, target, trust_remote_code=trust_remote_code)
-    return SpeculativeModel(target, load_head(folder, target), tokenizer, read_acceptance(folder))
+    head = load_head(folder, target, dtype=target.dtype)
+    return SpeculativeModel(target, head, tokenizer, read_acceptance(folder))
 
 
 def available_heads() -> list[str]:

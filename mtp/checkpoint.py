@@ -138,8 +138,13 @@ def read_acceptance(folder: str | Path) -> float | None:
         return None
 
 
-def load_head(folder: str | Path, target: Target, *, check_fingerprint: bool = True) -> Head:
+def load_head(
+    folder: str | Path, target: Target, *, dtype: torch.dtype | None = None, check_fingerprint: bool = True
+) -> Head:
     """The checkpoint's head, attached to ``target``.
+
+    Args:
+        dtype: of its weights; as they were trained by default.
 
     Raises:
         CheckpointError: if the folder is incomplete or the target is not the one the head was trained on.
@@ -168,6 +173,8 @@ def load_head(folder: str | Path, target: Target, *, check_fingerprint: bool = T
         raise CheckpointError(f"{path} is damaged ({error}); copy the checkpoint again.") from error
     except RuntimeError as error:
         raise CheckpointError(f"{path} does not fit its {CONFIG}: {error}") from error
+    if dtype is not None:
+        head.cast(dtype)
     return head.to(target.device).attach(target).eval()
 
 

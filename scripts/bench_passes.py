@@ -121,7 +121,7 @@ def main() -> None:
     target = Target(AutoModelForCausalLM.from_pretrained(options.target, dtype=getattr(torch, options.dtype)))
     if options.compile:
         print(target.compile())
-    head = load_head(options.head, target) if options.head else None
+    head = load_head(options.head, target, dtype=target.dtype) if options.head else None
     timed = variants(target, head, options.context, options.nodes)
     seconds = measure(timed, options.rounds, target.device)
     Console().print(table_of(seconds, f"context {options.context}, batch 1, {options.dtype}"))

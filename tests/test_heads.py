@@ -316,3 +316,20 @@ def test_the_loop_is_refused_on_another_model_than_its_own(target: Target) -> No
     model = SpeculativeModel(target, tiny_head("medusa", target))
     with pytest.raises(ValueError, match="called on another"):
         tiny_model(seed=3).generate(**padded([[3, 4]]), max_new_tokens=3, custom_generate=speculate(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_in_half_precision_guesses_as_it_does_in_full(family: str) -> None:
+    """Rounding moves its logits a little; a scale that is applied twice, or not at all, would move them a lot."""
+    target = tiny_target()
+    heads = [tiny_head(family, target), tiny_head(family, target).cast(torch.bfloat16)]
+    for head in heads:
+        for name, buffer in head.named_buffers():
+            if name.endswith("scale"):
+                buffer.copy_(torch.linspace(0.5, 2, buffer.numel()).view_as(buffer))
+                assert buffer.dtype == torch.float32
+    full, half = (head.unroll(batch_of(target, head, [TWO_TURNS]), 3) for head in heads)
+    for expected, found in zip(full, half, strict=True):
+        assert found.logits.dtype == torch.bfloat16
+        off = (found.logits.float() - expected.logits).square().mean().sqrt() / expected.logits.std()
+        assert off < 0.05

@@ -216,6 +216,15 @@ class Head(nn.Module, Drafter):
         self._target = (target,)
         return self
 
+    def cast(self, dtype: torch.dtype) -> Self:
+        """Keep its weights in ``dtype``, for decoding.
+
+        What inputs are scaled by, and the tables of positions, stay in the precision that they were made in.
+        """
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
+
     @property
     def longest(self) -> int | None:
         """Most tokens of a text that it can be trained on; None for as many as the target takes."""

@@ -116,7 +116,7 @@ class BlockHead(CachingHead):
         features = torch.cat([states.taps, states.hidden], dim=-1)
         # Under autocast projections give bfloat16; features and slots stay in the weights' own precision.
         centred = (features.to(self.feature_scale.dtype) - self.feature_mean) / self.feature_scale
-        return self.fc(centred).to(self.fc.weight.dtype)
+        return self.fc(centred.to(self.fc.weight.dtype)).to(self.fc.weight.dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """``[...] -> [..., H]``: the target's embeddings at unit scale."""

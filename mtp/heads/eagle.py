@@ -69,7 +69,8 @@ class EagleHead(TargetOutputHead):
         return hidden
 
     def combine(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        joined = self.fc(torch.cat([embedding, hidden], dim=-1) / self.input_scale).to(hidden.dtype)
+        weight = self.fc.weight
+        joined = self.fc((torch.cat([embedding, hidden], dim=-1) / self.input_scale).to(weight.dtype)).to(weight.dtype)
         return joined, joined
 
     def guess(self, hidden: Tensor) -> Tensor:

@@ -74,7 +74,8 @@ class Eagle3Head(AutoregressiveHead):
         ``tap_scale``, ``fc.weight / tap_scale`` is the same map.
         """
         assert states.taps is not None
-        return self.fc(states.taps.to(self.tap_scale.dtype) / self.tap_scale).to(self.norm.weight.dtype)
+        weight = self.fc.weight
+        return self.fc((states.taps.to(self.tap_scale.dtype) / self.tap_scale).to(weight.dtype)).to(weight.dtype)
 
     def combine(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.midlayer

@@ -76,13 +76,18 @@ class HydraHead(GrowingHead):
     def default_sizes(cls, target: Target, asked: Mapping[str, Any]) -> dict[str, Any]:
         return {**super().default_sizes(target, asked), "depth": asked.get("steps", HydraConfig.steps)}
 
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """Of the weights; what inputs are scaled by is kept in a precision of its own."""
+        return next(self.hydra_lm_head.parameters()).dtype
+
     def embed(self, tokens: Tensor) -> Tensor:
         """``[...] -> [..., H]``, as the heads read them."""
         return self.target.embed(tokens).to(self.input_scale) / self.input_scale[self.config.hidden_size :]
 
     def guess(self, inputs: Tensor, step: int) -> Tensor:
         """Logits ``[..., Vd]`` of head ``step`` from ``inputs [..., (step + 2) H]``: a state, then the tokens."""
-        logits: Tensor = self.hydra_lm_head[step](self.hydra_mlp[step](inputs))
+        logits: Tensor = self.hydra_lm_head[step](self.hydra_mlp[step](inputs.to(self.output_dtype)))
         return logits
 
     def read(self, batch: TrainingBatch, bases: Bases) -> Tensor:
@@ -163,7 +168,7 @@ class HydraPlusHead(CachingHead, HydraHead):
 
     def read(self, batch: TrainingBatch, bases: Bases) -> Tensor:
         layer = self.prefix_embedding_layer
-        hidden = batch.states.hidden.to(self.input_scale)
+        hidden = batch.states.hidden.to(self.output_dtype)
         x = layer.input_layernorm(hidden)
         attention = UnrolledAttention(layer, self.rotary, x, bases)
 
@@ -183,7 +188,7 @@ class HydraPlusHead(CachingHead, HydraHead):
 
     def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
         layer, states = self.prefix_embedding_layer, self.state.unread.take()
-        hidden = states.hidden.to(self.input_scale)
+        hidden = states.hidden.to(self.output_dtype)
         attended = enter(layer, self.rotary, self.state.cache, layer.input_layernorm(hidden), states.counts)
         last = gather_positions(hidden, (states.counts - 1)[:, None])
         return self._begin(self.prefix_norm(layer.finish(last, attended)), pending)

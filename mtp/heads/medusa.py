@@ -81,9 +81,10 @@ class MedusaHead(Head):
 
     def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
         predictions = []
+        hidden = batch.states.hidden.to(self.output_matrix(0).dtype)
         for step in range(min(steps, self.config.steps)):
             rows, bases = batch.bases(step + 2).nonzero(as_tuple=True)
-            logits = self.recomputed(self.guess, batch.states.hidden[rows, bases], step)
+            logits = self.recomputed(self.guess, hidden[rows, bases], step)
             predictions.append(Prediction(logits, rows, bases + 1 + step))
         return predictions
 

@@ -67,12 +67,13 @@ class RecurrentHead(GrowingHead):
 
     def take_in(self, tokens: Tensor, state: Tensor) -> Tensor:
         """The recurrent state ``[..., H]`` after ``tokens [...]``, from the one before."""
-        embeddings = self.target.embed(tokens).to(state) / self.input_scale[self.config.hidden_size :]
-        return F.silu(self.rnn_w(embeddings) + self.rnn_u(state))
+        embeddings = self.target.embed(tokens).to(self.input_scale) / self.input_scale[self.config.hidden_size :]
+        return F.silu(self.rnn_w(embeddings.to(self.rnn_w.weight.dtype)) + self.rnn_u(state))
 
     def context(self, hidden: Tensor) -> Tensor:
         """Final hidden states ``[..., H]`` as ``guess`` reads them."""
-        return hidden.to(self.input_scale) / self.input_scale[: self.config.hidden_size]
+        scaled = hidden.to(self.input_scale) / self.input_scale[: self.config.hidden_size]
+        return scaled.to(self.rnn_w.weight.dtype)
 
     def guess(self, context: Tensor, state: Tensor) -> Tensor:
         """Logits ``[..., Vd]``."""

@@ -204,11 +204,13 @@ def test_a_generation_config_and_a_bare_prompt_are_understood() -> None:
     assert answers(out, 5) == reference("llama", ONE)
 
 
+@pytest.mark.parametrize("weights", ["of the target", "as trained"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_half_precision_targets_decode(family: str, dtype: torch.dtype) -> None:
+def test_half_precision_targets_decode(family: str, dtype: torch.dtype, weights: str) -> None:
     target = Target(tiny_model("llama").to(dtype))
-    model = SpeculativeModel(target, tiny_head(family, target))
+    head = tiny_head(family, target)
+    model = SpeculativeModel(target, head.cast(dtype) if weights == "of the target" else head)
     assert [len(row) for row in ours(model, FOUR)] == [NEW] * 4
 
 
