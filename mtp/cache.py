@@ -47,10 +47,10 @@ class TreeCacheLayer(CacheLayerMixin):
         if self.keys.shape[2] < self.owner.capacity:
             self.keys, self.values = (self._grown(buffer) for buffer in (self.keys, self.values))
         end = self.owner.end
-        begin = end - key_states.shape[2]
-        self.keys[:, :, begin:end] = key_states
-        self.values[:, :, begin:end] = value_states
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        count = key_states.shape[2]
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            buffer.narrow(2, end - count, count).copy_(states)
+        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
 
     def _grown(self, buffer: Tensor) -> Tensor:
         grown = self._buffer(buffer)

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from mtp import layer_graph
 from mtp.attention import AttentionPass
 from mtp.layer_call import LayerCall, LayerGraphError, states_of
-from mtp.layer_graph import Site
+from mtp.layer_graph import Site, weight_places
 from mtp.native import (
     Native,
     config_settings,
@@ -36,7 +36,6 @@ from mtp.native import (
     settings_of,
     shapes,
     structure,
-    weight_places,
 )
 from mtp.packing import PackedProduct, can_pack
 
@@ -252,12 +251,14 @@ class _CompiledLayer:
         self.layer = layer
         self.linears = [linear for group in call.groups for linear in group]
         self._native = native
-        self._site = Site([PackedProduct(group) for group in call.groups], call.cache_index, layer)
+        self.products = [PackedProduct(group) for group in call.groups]
+        self._site = Site(call.cache_index, layer)
         self._weights = weight_places(layer, call)
         # Of the call only places are kept: its tensors, and the cache among them, are let go.
         self._tensors, self._mask, self._cache = call.tensors, call.mask, call.cache
         leaves, self._spec = pytree.tree_flatten(call.output)
         self._at = next(at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        self._is_plain = isinstance(call.output, Tensor)
         self._before, self._behind = leaves[: self._at], leaves[self._at + 1 :]
         self._made_of = self._parts()
 
@@ -266,14 +267,11 @@ class _CompiledLayer:
         site.mask, site.cache = self._mask.find(args, kwargs), self._cache.find(args, kwargs)
         inputs = [place.find(args, kwargs).contiguous() for place in self._tensors]
         inputs += [getattr(owner, name) for owner, name in self._weights]
+        inputs += [operand for product in self.products for operand in product.operands()]
         layer_graph.current.site = site
         (states,) = self._native(inputs)
         site.mask = site.cache = None  # of one pass: nothing of it is kept
-        return pytree.tree_unflatten([*self._before, states, *self._behind], self._spec)
-
-    @property
-    def products(self) -> Sequence[PackedProduct]:
-        return self._site.products
+        return states if self._is_plain else pytree.tree_unflatten([*self._before, states, *self._behind], self._spec)
 
     def can_stand_in(self) -> bool:
         """Whether nothing was changed that the function does not know of."""

@@ -1,9 +1,10 @@
 """One decoder layer as a graph: what a compiler is given, and what the compiled layer asks for while it runs.
 
 A layer of any architecture is traced through the library's own code, with two things left out of the graph.  Products
-with packed weights are the operator ``mtp::packed_product``, and attention, the cache included, is ``mtp::attend``:
-both ask the ``Site`` that is current on their thread, so that one graph serves all layers that are built alike.  What
-is left in between (norms, rotary positions, activations, sums) is what a compiler fuses.
+with packed weights are the operator ``mtp::packed_linear``, which takes these as inputs, as the graph does with all
+weights, so that one graph serves all layers that are built alike.  Attention, the cache included, is ``mtp::attend``,
+which asks the ``Site`` that is current on its thread.  What is left in between (norms, rotary positions, activations,
+sums) is what a compiler fuses.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +24,12 @@ from transformers.cache_utils import Cache
 
 from mtp.attention import tree_attention
 from mtp.layer_call import BATCH, LENGTH, LayerCall, LayerGraphError, Place, states_of
-from mtp.packing import PackedProduct
+from mtp.packing import joined, multiply
 
 TRACING_NAME = "mtp_layer_graph"  # of the attention function while a layer is traced
 
 library = torch.library.Library("mtp", "DEF")
-library.define("packed_product(Tensor x, int index, int width) -> Tensor")
+library.define("packed_linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
 library.define(
     "attend(Tensor query, Tensor key, Tensor value, float? scaling, float? softcap, Tensor? sinks) -> Tensor"
 )
@@ -41,14 +43,12 @@ class Site:
     """Where a graph is at work: one layer of one pass.
 
     Attributes:
-        products: with packed weights, by the index that the graph knows them by.
         cache_index: the layer's place in ``cache``.
         mask: ``[B, 1, T, S]`` of this pass, or None.
         cache: of this pass.
         module: that attends, for messages.
     """
 
-    products: Sequence[PackedProduct]
     cache_index: int
     module: nn.Module
     mask: Tensor | None = None
@@ -63,25 +63,21 @@ class _Current(threading.local):
 current = _Current()
 
 
-def _packed_product(x: Tensor, index: int, width: int) -> Tensor:
-    return current.site.products[index](x)
-
-
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     site = current.site
     assert site.cache is not None
     length, width = query.shape[2] if site.mask is None else site.mask.shape[2], query.shape[2]
-    # Rows that fill the pass up are no tokens: nothing of them is kept, and nothing is attended to for them.
-    query, key, value = (states[:, :, :length] for states in (query, key, value))
+    if length < width:  # rows that fill the pass up are no tokens: nothing of them is kept, and nothing attended to
+        query, key, value = (states[:, :, :length] for states in (query, key, value))
     key, value = site.cache.update(key, value, site.cache_index)
     attended = tree_attention(site.module, query, key, value, site.mask, scaling, softcap, sinks)[0]
     return attended if length == width else F.pad(attended, (0, 0, 0, 0, 0, width - length))
 
 
-def _packed_product_shape(x: Tensor, index: int, width: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], width)
+def _packed_linear_shape(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[0])
 
 
 def _attend_shape(
@@ -90,8 +86,9 @@ def _attend_shape(
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-library.impl("packed_product", _packed_product, "CPU")
-library.impl("packed_product", _packed_product_shape, "Meta")
+library.impl("packed_linear", multiply, "CPU")
+library.impl("packed_linear", multiply, "MkldnnCPU")  # packed weights are tensors of a kind of their own
+library.impl("packed_linear", _packed_linear_shape, "Meta")
 library.impl("attend", _attend, "CPU")
 library.impl("attend", _attend_shape, "Meta")
 
@@ -154,7 +151,7 @@ class _EmptyCache(Cache):
 
 
 class LayerGraph(nn.Module):
-    """A layer as a function of its input tensors and of those weights that are not packed.
+    """A layer as a function of its input tensors and of its weights: those of ``weight_names``, then the packed ones.
 
     Args:
         layer: of which nothing is kept as a submodule: weights are inputs, so that all layers share the graph.
@@ -170,9 +167,10 @@ class LayerGraph(nn.Module):
         layer, call = self._layer[0], self._call
         args, kwargs = call.with_tensors(tensors)
         args, kwargs = _without_cache(call.cache, args, kwargs)
-        with products_as_operators(call.groups):
+        names = weight_names(layer, call)
+        with products_as_operators(call.groups, weights[len(names) :]):
             output = torch.func.functional_call(
-                layer, dict(zip(weight_names(layer, call), weights, strict=True)), args, kwargs
+                layer, dict(zip(names, weights[: len(names)], strict=True)), args, kwargs
             )
         return states_of(output)
 
@@ -183,6 +181,12 @@ def _without_cache(
     if isinstance(place.key, int):
         return (*args[: place.key], _EmptyCache(), *args[place.key + 1 :]), kwargs
     return args, {**kwargs, place.key: _EmptyCache()}
+
+
+def weight_places(layer: nn.Module, call: LayerCall) -> list[tuple[nn.Module, str]]:
+    """Where the weights are that are not packed: read anew in every pass, so that they are never stale."""
+    paths = [name.rpartition(".") for name in weight_names(layer, call)]
+    return [(layer.get_submodule(path), name) for path, _, name in paths]
 
 
 def weight_names(layer: nn.Module, call: LayerCall) -> list[str]:
@@ -199,25 +203,32 @@ def weight_names(layer: nn.Module, call: LayerCall) -> list[str]:
 
 
 @contextmanager
-def products_as_operators(groups: Sequence[Sequence[nn.Linear]]) -> Iterator[None]:
-    """Inside the block these linear layers are ``mtp::packed_product``: one for each group, which shares an input."""
+def products_as_operators(groups: Sequence[Sequence[nn.Linear]], operands: Sequence[Tensor]) -> Iterator[None]:
+    """Inside the block these linear layers are ``mtp::packed_linear``: one for each group, which shares an input.
 
-    def forward_of(index: int, group: Sequence[nn.Linear], shared: dict[str, Any], at: int) -> Any:
+    Args:
+        operands: for each group its weights, and its biases where it has any.
+    """
+
+    def forward_of(group: Sequence[nn.Linear], weight: Tensor, bias: Tensor | None, shared: dict[str, Any]) -> Any:
         widths = [linear.out_features for linear in group]
 
-        def forward(x: Tensor) -> Tensor:
+        def forward(at: int, x: Tensor) -> Tensor:
             if shared.get("input") is not x:
                 shared["input"] = x
-                shared["outputs"] = torch.ops.mtp.packed_product(x, index, sum(widths)).split(widths, dim=-1)
+                shared["outputs"] = torch.ops.mtp.packed_linear(x, weight, bias).split(widths, dim=-1)
             return shared["outputs"][at]
 
         return forward
 
     linears = [linear for group in groups for linear in group]
-    for index, group in enumerate(groups):
-        shared: dict[str, Any] = {}
+    unused = iter(operands)
+    for group in groups:
+        weight = next(unused)
+        bias = next(unused) if any(linear.bias is not None for linear in group) else None
+        forward = forward_of(group, weight, bias, {})
         for at, linear in enumerate(group):
-            linear.__dict__["forward"] = forward_of(index, group, shared, at)
+            linear.__dict__["forward"] = partial(forward, at)
     try:
         yield
     finally:
@@ -225,8 +236,10 @@ def products_as_operators(groups: Sequence[Sequence[nn.Linear]]) -> Iterator[Non
             linear.__dict__.pop("forward", None)
 
 
-def trace(layer: nn.Module, call: LayerCall, weights: list[Tensor]) -> torch.export.ExportedProgram:
+def trace(layer: nn.Module, call: LayerCall) -> torch.export.ExportedProgram:
     """The layer's graph for any number of rows and tokens, from a call with ``BATCH`` rows of ``LENGTH`` tokens.
+
+    It takes the list of tensors of ``call``, and that of the weights.
 
     Raises:
         LayerGraphError: if it attends in a way that the graph would not show.
@@ -236,6 +249,8 @@ def trace(layer: nn.Module, call: LayerCall, weights: list[Tensor]) -> torch.exp
     names = {BATCH: batch, LENGTH: length}
     tensors = [tensor.contiguous() for tensor in call.inputs]
     dynamic = [{at: names[size] for at, size in enumerate(tensor.shape) if size in names} for tensor in tensors]
+    weights = [getattr(*place) for place in weight_places(layer, call)]
+    weights += [operand for group in call.groups for operand in joined(group)]
     current.tracing = _Tracing(call.mask.find(call.args, call.kwargs))
     with torch.no_grad():
         program = torch.export.export(

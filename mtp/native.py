@@ -17,6 +17,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,17 @@ from torch import Tensor, nn
 from mtp import layer_graph
 from mtp.files import cache_folder
 from mtp.layer_call import LayerCall, LayerGraphError
-from mtp.layer_graph import trace, weight_names
+from mtp.layer_graph import trace
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".pt2"
 PLAIN = (bool, int, float, str, type(None))
 # Every module has these.  And a layer's number is not in the graph: only the cache goes by it.
 NO_SETTINGS = frozenset({*vars(nn.Module()), "layer_idx"})
 
 Native = Callable[[list[Tensor]], list[Tensor]]
-
-
-def weight_places(layer: nn.Module, call: LayerCall) -> list[tuple[nn.Module, str]]:
-    """Where the weights are that the graph takes as inputs: read anew in every pass, so that they are never stale."""
-    paths = [name.rpartition(".") for name in weight_names(layer, call)]
-    return [(layer.get_submodule(path), name) for path, _, name in paths]
 
 
 def structure(layer: nn.Module, call: LayerCall) -> str:
@@ -151,11 +146,30 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
 
 
+@cache
+def _multiply_natively() -> None:
+    """Let compiled code call oneDNN by itself.  Without this it would ask the interpreter for every product.
+
+    torch compiles products with packed weights only where these are constants of the graph, which all layers share.
+    """
+    try:
+        from torch._inductor.ir import TensorBox
+        from torch._inductor.lowering import register_lowering
+        from torch._inductor.mkldnn_ir import LinearUnary
+    except ImportError:  # not part of torch's interface: it may be elsewhere in another version
+        logger.debug("products of compiled layers go through the interpreter", exc_info=True)
+        return
+
+    @register_lowering(torch.ops.mtp.packed_linear.default, type_promotion_kind=None)
+    def lower(x: Any, packed: Any, bias: Any) -> Any:
+        return TensorBox.create(LinearUnary.create(x, packed, bias, "none", [], ""))
+
+
 def _compile(path: Path, layer: nn.Module, call: LayerCall) -> None:
-    weights = [getattr(*place) for place in weight_places(layer, call)]
+    _multiply_natively()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         staged = str(Path(folder) / path.name)
-        torch._inductor.aoti_compile_and_package(trace(layer, call, weights), package_path=staged)
+        torch._inductor.aoti_compile_and_package(trace(layer, call), package_path=staged)
         os.replace(staged, path)

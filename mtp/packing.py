@@ -17,6 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from mtp.huge_pages import use_huge_pages
+
 # The number of rows the packed layout is chosen for.  Measured: a layout for 16 rows serves 1 to 1024 rows as well as
 # one made for each, while a layout for 1 row is slower everywhere else.
 ROWS_HINT = 16
@@ -41,6 +43,11 @@ def can_pack(module: nn.Module) -> bool:
         and (module.weight.dtype == torch.float32 or (module.weight.dtype == torch.bfloat16 and _multiplies_bfloat16()))
         and module.weight.layout == torch.strided
     )
+
+
+def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``[..., in] -> [..., out]``: the product with packed weights."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 class PackedLinears:
@@ -106,13 +113,21 @@ class PackedProduct:
         # its memory.
         self._state: list[tuple[dict[str, Any], str, Tensor | None, int, int]] | None = None
         self._samples: list[Tensor] = []
-        self._packed: Tensor | None = None
-        self._bias: Tensor | None = None
+        self._operands: list[Tensor] = []
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._is_stale():
             self._pack()
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return multiply(x, *self._operands)
+
+    def operands(self) -> list[Tensor]:
+        """What ``x`` is multiplied with, for code that asks in every pass and has ``refresh`` called in between.
+
+        The packed weights (which nothing but ``multiply`` can read), and the biases ``[sum of out]`` if there are any.
+        """
+        if self._state is None:
+            self._pack()
+        return self._operands
 
     def inputs(self, rows: int) -> Tensor:
         """``[rows, in]`` zeros, as what is multiplied."""
@@ -129,20 +144,20 @@ class PackedProduct:
 
     def _pack(self) -> None:
         modules = [cast(nn.Linear, reference()) for reference in self._modules]
-        weights = [module.weight.detach() for module in modules]
-        joined = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(joined, ROWS_HINT)
-        self._bias = None
-        if any(module.bias is not None for module in modules):
-            biases = [_bias(module) for module in modules]
-            self._bias = biases[0] if len(biases) == 1 else torch.cat(biases)
+        weight, *bias = joined(modules)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+        use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+        self._operands = [packed, *bias]
         parameters = [(m._parameters, name, m._parameters[name]) for m in modules for name in ("weight", "bias")]
         self._state = [(table, name, p, _version(p), _memory(p)) for table, name, p in parameters]
         self._samples = [_sample(p) for *_, p in parameters if p is not None]
 
     def refresh(self) -> None:
-        """Notice a parameter that was changed behind autograd's back: it is packed again at the next call."""
+        """Notice a parameter that was replaced or changed, also behind autograd's back: it is packed again."""
         if self._state is None:
+            return
+        if self._is_stale():
+            self._state = None
             return
         packed = zip((p for _, _, p, *_ in self._state if p is not None), self._samples, strict=True)
         if any(not torch.equal(_sample(parameter), sample) for parameter, sample in packed):
@@ -155,6 +170,16 @@ def _version(parameter: Tensor | None) -> int:
 
 def _memory(parameter: Tensor | None) -> int:
     return 0 if parameter is None else parameter.data_ptr()
+
+
+def joined(modules: Sequence[nn.Linear]) -> list[Tensor]:
+    """``[sum of out, in]`` their weights, and ``[sum of out]`` their biases if there are any."""
+    weights = [module.weight.detach() for module in modules]
+    found = [weights[0] if len(weights) == 1 else torch.cat(weights)]
+    if any(module.bias is not None for module in modules):
+        biases = [_bias(module) for module in modules]
+        found.append(biases[0] if len(biases) == 1 else torch.cat(biases))
+    return found
 
 
 def _bias(module: nn.Linear) -> Tensor:

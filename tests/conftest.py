@@ -19,7 +19,6 @@ from torch import nn
 from mtp import compiled
 from mtp.layer_call import LayerCall, LayerGraphError
 from mtp.layer_graph import trace
-from mtp.native import weight_places
 
 settings.register_profile(
     "mtp", max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -57,8 +56,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         traced.append(key)
         try:
             with tracing():
-                weights = [getattr(*place) for place in weight_places(layer, call)]
-                graph = trace(layer, call, weights).module()
+                graph = trace(layer, call).module()
         except LayerGraphError as error:
             return error
         except Exception as error:

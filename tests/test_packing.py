@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import weakref
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from mtp.huge_pages import PAGE, use_huge_pages
 from mtp.packing import PackedLinears, is_available
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="this build of torch cannot pack weights")
@@ -177,3 +181,19 @@ def test_layers_that_moved_to_another_device_are_left_alone() -> None:
     net.to("meta")
     with torch.no_grad(), packed.active():
         assert not any("forward" in module.__dict__ for module in net.modules())
+
+
+def test_large_pages_keep_what_is_on_them() -> None:
+    weights = torch.arange(3 * PAGE // 4, dtype=torch.float32)
+    use_huge_pages(weights.data_ptr(), weights.nbytes)
+    assert torch.equal(weights, torch.arange(3 * PAGE // 4, dtype=torch.float32))
+
+
+def test_memory_that_cannot_have_large_pages_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"7" * mmap.PAGESIZE)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        read_only = np.frombuffer(mapped, np.uint8)
+        use_huge_pages(read_only.ctypes.data, len(mapped))
+        assert bytes(mapped) == b"7" * mmap.PAGESIZE
+        del read_only
