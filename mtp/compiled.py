@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from tqdm import tqdm
 from mtp import layer_graph
 from mtp.attention import AttentionPass
 from mtp.layer_call import LayerCall, LayerGraphError, states_of
-from mtp.layer_graph import Site, weight_places
+from mtp.layer_graph import Site, trace, weight_places
 from mtp.native import (
     Native,
     config_settings,
@@ -127,7 +128,7 @@ class CompiledLayers:
                 _refuse_loose_tensors(layer)
                 key = structure(layer, call)
                 if key not in natives:
-                    natives[key] = native_function(key, layer, call, tracing)
+                    natives[key] = native_function(key, layer, partial(_trace, tracing, layer, call))
                 function = _CompiledLayer(layer, call, _known(natives[key]))
                 for each in passes:
                     _compare(function, each.attention, _called(each, at))
@@ -203,6 +204,13 @@ def _called(recorded: RecordedPass, at: int) -> LayerCall:
     return call
 
 
+def _trace(
+    tracing: Callable[[], AbstractContextManager[None]], layer: nn.Module, call: LayerCall
+) -> torch.export.ExportedProgram:
+    with tracing():
+        return trace(layer, call)
+
+
 def _known(native: Native | LayerGraphError) -> Native:
     if isinstance(native, LayerGraphError):
         raise native
@@ -253,7 +261,7 @@ class _CompiledLayer:
         self._native = native
         self.products = [PackedProduct(group) for group in call.groups]
         self._site = Site(call.cache_index, layer)
-        self._weights = weight_places(layer, call)
+        self._weights = weight_places(layer, call.groups)
         # Of the call only places are kept: its tensors, and the cache among them, are let go.
         self._tensors, self._mask, self._cache = call.tensors, call.mask, call.cache
         leaves, self._spec = pytree.tree_flatten(call.output)

@@ -29,7 +29,7 @@ from mtp.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
 CONTEXTS = (64, 1024)
 REPEATS = 3
@@ -128,6 +128,7 @@ class Costs:
             torch.__version__,
             transformers.__version__,
             repr(getattr(self.drafter, "config", type(self.drafter).__name__)),
+            self.drafter.runs_as,
         ]
         return self.folder / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}.json"
 

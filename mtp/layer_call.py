@@ -145,23 +145,9 @@ class Recorder:
         if at not in self._calls:
             return LayerGraphError("it was not called")
         try:
-            return LayerCall.of(*self._calls[at], self._groups(at), self._cache_indices[at])
+            return LayerCall.of(*self._calls[at], grouped(self._inputs[at]), self._cache_indices[at])
         except LayerGraphError as error:
             return error
-
-    def _groups(self, at: int) -> tuple[tuple[nn.Linear, ...], ...]:
-        linears = [linear for linear, _ in self._inputs[at]]
-        if len(set(linears)) < len(linears):  # one is called twice: each by itself
-            return tuple((linear,) for linear in dict.fromkeys(linears))
-        groups: list[list[nn.Linear]] = []
-        last: Tensor | None = None
-        for linear, x in self._inputs[at]:
-            if x is last:
-                groups[-1].append(linear)
-            else:
-                groups.append([linear])
-            last = x
-        return tuple(map(tuple, groups))
 
     def _entered(self, at: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -182,6 +168,22 @@ class Recorder:
             self._inputs[at].append((module, args[0]))  # type: ignore[arg-type]
 
         return hook
+
+
+def grouped(called: Sequence[tuple[nn.Linear, Tensor]]) -> tuple[tuple[nn.Linear, ...], ...]:
+    """Linear layers in the order in which they were ``called``, those that read the same input together."""
+    linears = [linear for linear, _ in called]
+    if len(set(linears)) < len(linears):  # one is called twice: each by itself
+        return tuple((linear,) for linear in dict.fromkeys(linears))
+    groups: list[list[nn.Linear]] = []
+    last: Tensor | None = None
+    for linear, x in called:
+        if x is last:
+            groups[-1].append(linear)
+        else:
+            groups.append([linear])
+        last = x
+    return tuple(map(tuple, groups))
 
 
 def states_of(output: Any) -> Tensor:

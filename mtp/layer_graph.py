@@ -26,6 +26,8 @@ from mtp.attention import tree_attention
 from mtp.layer_call import BATCH, LENGTH, LayerCall, LayerGraphError, Place, states_of
 from mtp.packing import joined, multiply
 
+Groups = Sequence[Sequence[nn.Linear]]  # linear layers, those that read the same input together
+
 TRACING_NAME = "mtp_layer_graph"  # of the attention function while a layer is traced
 
 library = torch.library.Library("mtp", "DEF")
@@ -151,7 +153,7 @@ class _EmptyCache(Cache):
 
 
 class LayerGraph(nn.Module):
-    """A layer as a function of its input tensors and of its weights: those of ``weight_names``, then the packed ones.
+    """A layer as a function of its input tensors and its weights: those of ``weight_names``, then the packed ones.
 
     Args:
         layer: of which nothing is kept as a submodule: weights are inputs, so that all layers share the graph.
@@ -163,16 +165,20 @@ class LayerGraph(nn.Module):
         self._layer = [layer]
         self._call = call
 
-    def forward(self, tensors: list[Tensor], weights: list[Tensor]) -> Tensor:
-        layer, call = self._layer[0], self._call
-        args, kwargs = call.with_tensors(tensors)
+    def forward(self, inputs: list[Tensor]) -> Tensor:
+        call, count = self._call, len(self._call.tensors)
+        args, kwargs = call.with_tensors(inputs[:count])
         args, kwargs = _without_cache(call.cache, args, kwargs)
-        names = weight_names(layer, call)
-        with products_as_operators(call.groups, weights[len(names) :]):
-            output = torch.func.functional_call(
-                layer, dict(zip(names, weights[: len(names)], strict=True)), args, kwargs
-            )
-        return states_of(output)
+        return states_of(call_with(self._layer[0], call.groups, inputs[count:], args, kwargs))
+
+
+def call_with(
+    module: nn.Module, groups: Groups, weights: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What ``module`` returns with these ``weights`` in place of its own, in the order of ``weights_of``."""
+    names = weight_names(module, groups)
+    with products_as_operators(groups, weights[len(names) :]):
+        return torch.func.functional_call(module, dict(zip(names, weights, strict=False)), args, kwargs)
 
 
 def _without_cache(
@@ -183,27 +189,33 @@ def _without_cache(
     return args, {**kwargs, place.key: _EmptyCache()}
 
 
-def weight_places(layer: nn.Module, call: LayerCall) -> list[tuple[nn.Module, str]]:
+def weights_of(module: nn.Module, groups: Groups) -> list[Tensor]:
+    """All weights that a graph takes: those that are not packed, then those that will be, not packed yet."""
+    places = weight_places(module, groups)
+    return [getattr(*place) for place in places] + [operand for group in groups for operand in joined(group)]
+
+
+def weight_places(module: nn.Module, groups: Groups) -> list[tuple[nn.Module, str]]:
     """Where the weights are that are not packed: read anew in every pass, so that they are never stale."""
-    paths = [name.rpartition(".") for name in weight_names(layer, call)]
-    return [(layer.get_submodule(path), name) for path, _, name in paths]
+    paths = [name.rpartition(".") for name in weight_names(module, groups)]
+    return [(module.get_submodule(path), name) for path, _, name in paths]
 
 
-def weight_names(layer: nn.Module, call: LayerCall) -> list[str]:
-    """Names of the parameters and buffers that are not packed, in the order in which the graph takes them."""
-    packed = {id(linear) for group in call.groups for linear in group}
+def weight_names(module: nn.Module, groups: Groups) -> list[str]:
+    """Names of the parameters and buffers that are not packed, in the order in which a graph takes them."""
+    packed = {id(linear) for group in groups for linear in group}
     inside = {
         f"{name}.{each}"
-        for name, module in layer.named_modules()
-        if id(module) in packed
-        for each, _ in module.named_parameters()
+        for name, part in module.named_modules()
+        if id(part) in packed
+        for each, _ in part.named_parameters()
     }
-    names = [name for name, _ in (*layer.named_parameters(), *layer.named_buffers())]
+    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     return [name for name in names if name not in inside]
 
 
 @contextmanager
-def products_as_operators(groups: Sequence[Sequence[nn.Linear]], operands: Sequence[Tensor]) -> Iterator[None]:
+def products_as_operators(groups: Groups, operands: Sequence[Tensor]) -> Iterator[None]:
     """Inside the block these linear layers are ``mtp::packed_linear``: one for each group, which shares an input.
 
     Args:
@@ -239,23 +251,25 @@ def products_as_operators(groups: Sequence[Sequence[nn.Linear]], operands: Seque
 def trace(layer: nn.Module, call: LayerCall) -> torch.export.ExportedProgram:
     """The layer's graph for any number of rows and tokens, from a call with ``BATCH`` rows of ``LENGTH`` tokens.
 
-    It takes the list of tensors of ``call``, and that of the weights.
+    It takes one list: the tensors of ``call``, then the weights.
 
     Raises:
         LayerGraphError: if it attends in a way that the graph would not show.
         Exception: whatever its code raises that cannot be traced.
     """
-    batch, length = torch.export.Dim("batch", min=1, max=4096), torch.export.Dim("length", min=1, max=2**20)
-    names = {BATCH: batch, LENGTH: length}
-    tensors = [tensor.contiguous() for tensor in call.inputs]
-    dynamic = [{at: names[size] for at, size in enumerate(tensor.shape) if size in names} for tensor in tensors]
-    weights = [getattr(*place) for place in weight_places(layer, call)]
-    weights += [operand for group in call.groups for operand in joined(group)]
     current.tracing = _Tracing(call.mask.find(call.args, call.kwargs))
-    with torch.no_grad():
-        program = torch.export.export(
-            LayerGraph(layer, call), (tensors, weights), dynamic_shapes=(dynamic, [None] * len(weights)), strict=False
-        )
+    program = export(LayerGraph(layer, call), call.inputs, weights_of(layer, call.groups))
     if current.tracing.attended != 1:
         raise LayerGraphError(f"it attends {current.tracing.attended} times (expected once)")
     return program
+
+
+@torch.no_grad()
+def export(graph: nn.Module, tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> torch.export.ExportedProgram:
+    """The graph for any number of rows and tokens: ``BATCH`` and ``LENGTH`` among the sizes of ``tensors``."""
+    batch, length = torch.export.Dim("batch", min=1, max=4096), torch.export.Dim("length", min=1, max=2**20)
+    names = {BATCH: batch, LENGTH: length}
+    tensors = [tensor.contiguous() for tensor in tensors]
+    dynamic = [{at: names[size] for at, size in enumerate(tensor.shape) if size in names} for tensor in tensors]
+    shapes = (dynamic + [None] * len(weights),)
+    return torch.export.export(graph, ([*tensors, *weights],), dynamic_shapes=shapes, strict=False)

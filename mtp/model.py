@@ -104,13 +104,17 @@ class SpeculativeModel:
         return self.target.device
 
     def compile(self, progress: bool = True) -> CompileReport:
-        """Compile the target's layers for this machine, which makes every pass shorter; see ``mtp.compiled``.
+        """Compile the target's layers and the drafter's for this machine, which makes every pass shorter.
+
+        See ``mtp.compiled``; the report is on the target's.
 
         On a CPU with a C++ compiler.  Ten seconds or so for each kind of layer the first time, two afterwards; where
         nothing can be compiled, all stays as it is and the report says why.
         """
         with self.lock:
             report = self.target.compile(progress)
+            for reason in self.drafter.compile_parts():
+                logger.warning("a part of the drafter runs as it is: %s", reason)
             self._planners.clear()  # passes cost something else now
         return report
 

@@ -16,7 +16,6 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,10 @@ from torch import Tensor, nn
 from mtp import layer_graph
 from mtp.files import cache_folder
 from mtp.layer_call import LayerCall, LayerGraphError
-from mtp.layer_graph import trace
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 SUFFIX = ".pt2"
 PLAIN = (bool, int, float, str, type(None))
 # Every module has these.  And a layer's number is not in the graph: only the cache goes by it.
@@ -93,9 +91,9 @@ def _plain(value: Any) -> Any:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-def artefact(key: str, layer: nn.Module) -> Path:
-    """Where a layer of this structure is kept, by everything that its code depends on."""
-    sources = sorted({layer_graph.__name__, *(type(module).__module__ for module in layer.modules())})
+def artefact(key: str, module: nn.Module) -> Path:
+    """Where a module of this structure is kept, by everything that its code depends on."""
+    sources = sorted({layer_graph.__name__, *(base.__module__ for part in module.modules() for base in _mtp(part))})
     what = [
         FORMAT,
         key,
@@ -110,20 +108,29 @@ def artefact(key: str, layer: nn.Module) -> Path:
 
 
 def native_function(
-    key: str, layer: nn.Module, call: LayerCall, tracing: Callable[[], AbstractContextManager[None]]
+    key: str, module: nn.Module, traced: Callable[[], torch.export.ExportedProgram]
 ) -> Native | LayerGraphError:
-    """The function for layers of this structure, or why there is none."""
+    """The function for modules of this structure, or why there is none.
+
+    Args:
+        key: everything that its graph depends on, beside the code of ``module`` and of what is in it.
+        traced: makes the graph, where it is not kept yet.
+    """
     try:
-        path = artefact(key, layer)
+        path = artefact(key, module)
         if not _is_whole(path):
-            with tracing():
-                _compile(path, layer, call)
+            _compile(path, traced)
         return torch._inductor.aoti_load_package(str(path)).loader.boxed_run
     except LayerGraphError as error:
         return error
     except Exception as error:  # compilers fail in many ways, and none of them may stop a generation
-        logger.debug("a layer cannot be compiled", exc_info=True)
+        logger.debug("%s cannot be compiled", type(module).__name__, exc_info=True)
         return LayerGraphError(first_line(error))
+
+
+def _mtp(module: nn.Module) -> list[type]:
+    """Classes whose code a module runs: its own, and those of ours that this one is made of."""
+    return [base for base in type(module).__mro__ if base is type(module) or base.__module__.startswith("mtp.")]
 
 
 def _instructions() -> list[str]:
@@ -165,11 +172,11 @@ def _multiply_natively() -> None:
         return TensorBox.create(LinearUnary.create(x, packed, bias, "none", [], ""))
 
 
-def _compile(path: Path, layer: nn.Module, call: LayerCall) -> None:
+def _compile(path: Path, traced: Callable[[], torch.export.ExportedProgram]) -> None:
     _multiply_natively()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         staged = str(Path(folder) / path.name)
-        torch._inductor.aoti_compile_and_package(trace(layer, call), package_path=staged)
+        torch._inductor.aoti_compile_and_package(traced(), package_path=staged)
         os.replace(staged, path)

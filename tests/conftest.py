@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from mtp import compiled
-from mtp.layer_call import LayerCall, LayerGraphError
-from mtp.layer_graph import trace
+from mtp import compiled, compiled_part
+from mtp.layer_call import LayerGraphError
 
 settings.register_profile(
     "mtp", max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -52,18 +53,17 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """
     traced: list[str] = []
 
-    def native(key: str, layer: nn.Module, call: LayerCall, tracing: Any) -> Any:
+    def native(key: str, module: nn.Module, trace: Callable[[], torch.export.ExportedProgram]) -> Any:
         traced.append(key)
         try:
-            with tracing():
-                graph = trace(layer, call).module()
+            graph = trace().module()
         except LayerGraphError as error:
             return error
         except Exception as error:
             return LayerGraphError(f"{type(error).__name__}: {error}")
-        count = len(call.tensors)
-        return lambda inputs: [graph(inputs[:count], inputs[count:])]
+        return lambda inputs: pytree.tree_leaves(graph(inputs))
 
     monkeypatch.setattr(compiled, "native_function", native)
+    monkeypatch.setattr(compiled_part, "native_function", native)
     monkeypatch.setattr(compiled, "fullest", lambda products: dict.fromkeys(range(1, 8), 8))
     return traced

@@ -88,6 +88,13 @@ class Assistant(Drafter):
         self.config = AssistantConfig(self.model.fingerprint(), str(self.model.dtype), str(self.model.device), shape)
         self._target: Target | None = None
 
+    @property
+    def runs_as(self) -> str:
+        return f"{self.model.num_compiled} layers compiled"
+
+    def compile_parts(self) -> list[str]:
+        return list(self.model.compile(progress=False).reasons)
+
     @classmethod
     def from_pretrained(
         cls, name_or_path: str | Path, *, target_tokenizer: Any = None, shape: TreeShape = SHAPE, **kwargs: Any

@@ -203,6 +203,15 @@ class Drafter(ABC):
     def forget(self) -> None:  # noqa: B027 - most drafters learn nothing while they draft
         """Be as new: drop what was learnt from one generation to the next."""
 
+    @property
+    def runs_as(self) -> str:
+        """How its networks run on this machine: what its costs depend on beside its ``config``."""
+        return ""
+
+    def compile_parts(self) -> list[str]:
+        """Compile what can be for this machine (see ``mtp.compiled_part``); returns why some parts could not."""
+        return []
+
     def best_rule(self, temperature: float) -> str:
         """The exact acceptance rule (``mtp.rules``) under which the most of its guesses are kept when sampling."""
         return "walk"

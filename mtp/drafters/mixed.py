@@ -98,6 +98,13 @@ class MixedDrafter(Drafter):
             part.attach(target)
         return self
 
+    @property
+    def runs_as(self) -> str:
+        return "+".join(part.runs_as for part in self.parts)
+
+    def compile_parts(self) -> list[str]:
+        return [reason for part in self.parts for reason in part.compile_parts()]
+
     def share(self, cache: TreeCache) -> None:
         for part in self.parts:
             part.share(cache)

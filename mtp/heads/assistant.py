@@ -121,6 +121,13 @@ class AssistantHead(Head):
         return self
 
     @property
+    def runs_as(self) -> str:
+        return self.assistant.runs_as
+
+    def compile_parts(self) -> list[str]:
+        return self.assistant.compile_parts()
+
+    @property
     def assistant(self) -> Assistant:
         """The drafter that reads and guesses with the weights of this head."""
         if not self._assistant:

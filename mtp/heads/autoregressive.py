@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from mtp.attention import AttentionPass, attend, mask_bias
+from mtp.compiled_part import CompiledPart, Function
 from mtp.drafters.base import TargetStates
 from mtp.heads.base import Prediction, TrainingBatch
-from mtp.heads.caching import CachingHead, enter
+from mtp.heads.caching import CachingHead
 from mtp.heads.layers import DraftLayer, Rotary, gather_positions
 from mtp.heads.unrolling import Bases, UnrolledAttention, misses_own_token
+from mtp.layer_call import BATCH, LENGTH
 
 Past = tuple[Tensor, ...]  # what unrolled steps leave behind for those after them
 #: From ``residual [M, H]``, ``x [M, I]``, the step and what those before it left behind, to hidden states ``[M, H]``
@@ -35,11 +37,13 @@ class AutoregressiveHead(CachingHead):
     Attributes:
         midlayer: the draft layer.
         rotary: its positions.
+        compiled: stand in for the layer's parts before and behind attention; see ``compile_parts``.
     """
 
     follows_own_tokens: ClassVar[bool] = True
     midlayer: DraftLayer
     rotary: Rotary
+    compiled: tuple[CompiledPart, ...] = ()
 
     @abstractmethod
     def read_states(self, states: TargetStates) -> Tensor:
@@ -119,8 +123,7 @@ class AutoregressiveHead(CachingHead):
         states = self.state.unread.take()
         last = (states.counts - 1)[:, None]
         following = torch.cat([states.tokens[:, 1:], pending[:, None]], dim=1).scatter(1, last, pending[:, None])
-        hidden = self.entered(*self.combine(self._embed(following), self.read_states(states)), states.counts)
-        return hidden, self.guess(hidden)
+        return self.entered(self._embed(following), self.read_states(states), states.counts)
 
     def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         cache = self.state.cache
@@ -128,25 +131,92 @@ class AutoregressiveHead(CachingHead):
         positions = (cache.lengths + (depth - 1))[:, None].expand_as(tokens)
         # Staged nodes' own positions matter to windows alone, and a draft layer sees everything.
         attention = AttentionPass(cache.lengths, cache.start, positions, seen, positions)
-        hidden = self.staged(*self.combine(self._embed(tokens), carry), attention)
-        return hidden, self.guess(hidden)
+        return self.staged(self._embed(tokens), carry, attention)
 
-    def entered(self, residual: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-        """The layer over committed tokens ``[B, T, ...]``, ``counts [B]`` of them real, which enter the cache: hidden
-        states ``[B, 1, H]`` at each row's last."""
-        attended = enter(self.midlayer, self.rotary, self.state.cache, x, counts)
-        return self.midlayer.finish(gather_positions(residual, (counts - 1)[:, None]), attended)
+    def entered(self, embedding: Tensor, hidden: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer over committed tokens ``[B, T, H]``, ``counts [B]`` of them real, which enter the cache: hidden
+        states ``[B, 1, H]`` and logits ``[B, 1, Vd]`` at each row's last."""
+        cache, last = self.state.cache, (counts - 1)[:, None]
+        cache.stage(embedding.shape[1])
+        positions = cache.lengths[:, None] + torch.arange(embedding.shape[1], device=embedding.device)
+        before, after = self._parts
+        residual, query, key, value = before(embedding, hidden, positions)
+        key, value = cache.update(key, value, 0)
+        # The mask of one query a row: that of all would grow with the square of a prompt.
+        seen = (torch.arange(embedding.shape[1], device=embedding.device) < counts[:, None])[:, None]
+        attention = AttentionPass(cache.lengths, cache.start, positions.gather(1, last), seen, positions)
+        query = query.gather(2, last[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
+        attended = self._attend(query, key, value, attention)
+        cache.commit(None, counts, cache.longest_with(counts))
+        hidden, logits = after(gather_positions(residual, last), attended)
+        return hidden, logits
 
-    def staged(self, residual: Tensor, x: Tensor, attention: AttentionPass) -> Tensor:
-        """The layer over the nodes ``[B, W, ...]`` that were staged last: their hidden states ``[B, W, H]``."""
-        layer = self.midlayer
-        query, key = (layer.split_heads(project(x)) for project in (layer.q_proj, layer.k_proj))
-        query, key = self.rotary(attention.positions, query, key)
-        key, value = self.state.cache.update(key, layer.split_heads(layer.v_proj(x)), 0)
-        mask = attention.mask(None, x.device)
-        attended = attend(query, key, value, mask_bias(mask, 1, query.dtype), layer.head_dim**-0.5).flatten(2)
-        return layer.finish(residual, attended)
+    def staged(self, embedding: Tensor, hidden: Tensor, attention: AttentionPass) -> tuple[Tensor, Tensor]:
+        """The layer over the nodes ``[B, W, H]`` that were staged last: their hidden states, and logits
+        ``[B, W, Vd]``."""
+        before, after = self._parts
+        residual, query, key, value = before(embedding, hidden, attention.positions)
+        key, value = self.state.cache.update(key, value, 0)
+        hidden, logits = after(residual, self._attend(query, key, value, attention))
+        return hidden, logits
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionPass) -> Tensor:
+        """``[B, T, heads * D]``."""
+        bias = mask_bias(attention.mask(None, query.device), 1, query.dtype)
+        return attend(query, key, value, bias, self.midlayer.head_dim**-0.5).flatten(2)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """``[...] -> [..., H]`` the target's embeddings, in the precision of the head's weights."""
         return self.target.embed(tokens).to(next(self.parameters()))
+
+    # ---- the layer in two parts, without the cache between them ---------------------------------------------------
+
+    @property
+    def _parts(self) -> tuple[Function, Function]:
+        before, after = self.compiled or (self.before_attention, self.after_attention)
+        return before, after
+
+    @property
+    def runs_as(self) -> str:
+        return f"{super().runs_as}, {sum(part.reason is None for part in self.compiled)} parts compiled"
+
+    def start(self, states: TargetStates, capacity: int) -> None:
+        self._refresh()
+        super().start(states, capacity)
+
+    def rewind(self, length: int) -> int:
+        self._refresh()
+        return super().rewind(length)
+
+    def _refresh(self) -> None:
+        for part in self.compiled:
+            part.refresh()
+
+    def before_attention(self, embedding: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """The stream ``[B, T, H]``, and queries, keys and values ``[B, heads, T, D]`` at ``positions [B, T]``."""
+        residual, x = self.combine(embedding, hidden)
+        layer = self.midlayer
+        query, key, value = (layer.split_heads(part(x)) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
+        return residual, *self.rotary(positions, query, key), value
+
+    def after_attention(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
+        """Hidden states ``[B, T, H]`` and logits ``[B, T, Vd]``."""
+        hidden = self.midlayer.finish(residual, attended)
+        return hidden, self.guess(hidden)
+
+    def compile_parts(self) -> list[str]:
+        self.compiled = ()
+        layer, width = self.midlayer, self.config.hidden_size
+        like, draws = layer.q_proj.weight, torch.Generator().manual_seed(0)
+        # Each different: of two inputs that are one tensor, a graph would have but one.
+        embedding, hidden, residual, attended = (
+            torch.randn(BATCH, LENGTH, size, generator=draws).to(like)
+            for size in (width, width, width, layer.num_heads * layer.head_dim)
+        )
+        positions = torch.arange(LENGTH, device=like.device).expand(BATCH, -1)
+        settings = f"{self.family} {self.config}"
+        self.compiled = (
+            CompiledPart(self, self.before_attention, [embedding, hidden, positions], settings),
+            CompiledPart(self, self.after_attention, [residual, attended], settings),
+        )
+        return [part.reason for part in self.compiled if part.reason is not None]

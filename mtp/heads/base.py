@@ -226,6 +226,10 @@ class Head(nn.Module, Drafter):
         return self
 
     @property
+    def runs_as(self) -> str:
+        return str(next(self.parameters()).dtype)
+
+    @property
     def longest(self) -> int | None:
         """Most tokens of a text that it can be trained on; None for as many as the target takes."""
         return None

@@ -196,15 +196,22 @@ class MtpModuleHead(TargetOutputHead):
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 
-    def entered(self, residual: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-        cache = self.state.cache
+    def compile_parts(self) -> list[str]:
+        """Nothing: its layer runs as the library has it."""
+        return []
+
+    def entered(self, embedding: Tensor, hidden: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        cache, (_, x) = self.state.cache, self.combine(embedding, hidden)
         cache.stage(x.shape[1])
         streamed = self.layer(x, AttentionPass.over_chain(x.shape[1], cache.lengths, cache.start), cache)
         cache.commit(None, counts, cache.longest_with(counts))
-        return self._hidden(gather_positions(streamed, (counts - 1)[:, None]))
+        after = self._hidden(gather_positions(streamed, (counts - 1)[:, None]))
+        return after, self.guess(after)
 
-    def staged(self, residual: Tensor, x: Tensor, attention: AttentionPass) -> Tensor:
-        return self._hidden(self.layer(x, attention, self.state.cache))
+    def staged(self, embedding: Tensor, hidden: Tensor, attention: AttentionPass) -> tuple[Tensor, Tensor]:
+        _, x = self.combine(embedding, hidden)
+        after = self._hidden(self.layer(x, attention, self.state.cache))
+        return after, self.guess(after)
 
 
 def final_norm(target: Target) -> nn.Module:
