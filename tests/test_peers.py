@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -111,3 +113,56 @@ def test_memory_is_that_of_the_peers_own_process(tmp_path: Path) -> None:
         odd.wait_until_ready()
         memory = resident_memory(odd.process.pid, partial(odd.answer, [1], 1))
     assert 0 < memory.before < 64 <= memory.peak - memory.before + 1 < 80
+
+
+TICKING = """
+import json, subprocess, sys, threading, time
+ticks = 0
+def tick():
+    global ticks
+    while True:
+        time.sleep(0.01)
+        ticks += 1
+threading.Thread(target=tick, daemon=True).start()
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    print(json.dumps({"ids": [1 + ticks], "seconds": 1.0}), flush=True)
+"""
+
+
+def test_a_peer_stands_still_while_it_is_not_asked(tmp_path: Path) -> None:
+    with Peer("ticking", [sys.executable, "-c", TICKING], tmp_path / "log") as ticking:
+        ticking.wait_until_ready()
+        before = ticking.answer([1], 1).answers[0].ids[0]
+        time.sleep(1.0)
+        assert ticking.answer([1], 1).answers[0].ids[0] < before + 50, "of the hundred times that it would have ticked"
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from serve.peers import Peer
+peer = Peer("ticking", [sys.executable, "-c", Path(sys.argv[1]).read_text()], Path(sys.argv[2])).wait_until_ready()
+print(peer.process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_no_stopped_peer_is_left_behind_by_one_who_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "ticking.py").write_text(TICKING)
+    command = [sys.executable, "-c", OWNER, str(tmp_path / "ticking.py"), str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        owner.kill()
+    ends = time.monotonic() + 30
+    while is_running(pid):
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
