@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mtp.errors import ExplainedError
 from mtp.files import whole_folder, write_json
 from mtp.fingerprint import fingerprint_mismatch
 from mtp.heads import Head, head_class
@@ -31,7 +32,7 @@ CONFIG, WEIGHTS, ACCEPTANCE, CARD = "config.json", "heads.safetensors", "accepta
 ADAPTER = "adapter"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(ExplainedError):
     """A folder that is no usable augmented checkpoint; the message says what was found and what to do."""
 
 
@@ -194,9 +195,9 @@ def load_target(
         model = AutoModelForCausalLM.from_pretrained(
             path, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
         )
-    except OSError as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
-            f"The target {path!r} of {folder} cannot be loaded: {error}\n"
+            f"The target {path!r} of {folder} cannot be loaded: {' '.join(str(error).split())} "
             "Pass the target yourself: mtp.load(folder, target=model_or_path)."
         ) from error
     return Target(_with_adapter(model, Path(folder) / ADAPTER) if reference.get("adapted") else model)

@@ -43,6 +43,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from mtp.errors import command_line
 from mtp.files import write_json
 from mtp.target import Target
 from train.data import draft_vocabulary, load_rows
@@ -199,6 +200,7 @@ def table(contenders: Sequence[Contender]) -> Table:
     return result
 
 
+@command_line
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     names = options.only or [*OURS, *(THEIRS if options.speculators else ())]

@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
+from mtp.errors import command_line
 from mtp.files import write_json
-from mtp.support import UnsupportedTargetError
 from train.assembly import build_trainer
-from train.config import ConfigError, RunConfig
-from train.data import DataError
+from train.config import RunConfig
 from train.dry_run import dry_run
 from train.gate import compare_heads, put_in_place
 from train.loop import Trainer
@@ -61,6 +60,7 @@ def compare_with_start(trainer: Trainer, start: Path) -> None:
         print("The new head passes.")
 
 
+@command_line
 def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("accelerate").setLevel(logging.WARNING)
@@ -69,10 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         raise SystemExit(__doc__)
-    try:
-        run(load_config(arguments))
-    except (ConfigError, DataError, UnsupportedTargetError) as error:
-        raise SystemExit(f"error: {error}") from error
+    run(load_config(arguments))
 
 
 if __name__ == "__main__":

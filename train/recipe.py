@@ -28,7 +28,11 @@ def load_config(arguments: Sequence[str]) -> RunConfig:
         path = Path(overrides.pop(0))
         if not path.is_file():
             raise ConfigError(f"No recipe at {path}; expected a YAML file such as configs/smollm2_eagle3.yaml.")
-        loaded = _parse(path.read_text(encoding="utf-8"), str(path))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is no text ({error.reason}); expected a YAML file in UTF-8.") from error
+        loaded = _parse(text, str(path))
         if not isinstance(loaded, dict):
             raise ConfigError(f"{path} holds a {type(loaded).__name__}; expected keys and values.")
         values = loaded

@@ -10,7 +10,7 @@ The exported layer computes what the head computes; a head that vLLM's layer can
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mtp.checkpoint import CheckpointError, load_head, load_target
+from mtp.checkpoint import load_head, load_target
+from mtp.errors import ExplainedError, command_line
 from mtp.files import whole_folder, write_json
 from mtp.heads import Head
 from mtp.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -38,7 +39,7 @@ AS_THEY_ARE = (
 FOLDED = ("fc.weight", "tap_scale", "lm_head.weight", "draft_ids")
 
 
-class ExportError(ValueError):
+class ExportError(ExplainedError):
     """A head that the engine would compute otherwise; the message says what in it."""
 
 
@@ -154,17 +155,15 @@ def export(head: Head, folder: str | Path) -> Path:
     return Path(folder)
 
 
-def main() -> None:
+@command_line
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("head", help="the augmented checkpoint (RUN/best of train/heads.py)")
     parser.add_argument("output", type=Path, help="folder for the draft model")
     parser.add_argument("--target", help="load the target from here instead of from where the checkpoint says")
-    options = parser.parse_args()
-    try:
-        head = load_head(options.head, load_target(options.head, options.target, dtype="auto"))
-        export(head, options.output)
-    except (CheckpointError, ExportError) as error:
-        raise SystemExit(f"error: {error}") from error
+    options = parser.parse_args(arguments)
+    head = load_head(options.head, load_target(options.head, options.target, dtype="auto"))
+    export(head, options.output)
     print(f"written to {options.output}; num_speculative_tokens up to {head.config.steps} were trained")
 
 
