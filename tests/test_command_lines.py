@@ -23,7 +23,7 @@ from tests.workshop import make_workshop, recipe
 from train import heads
 
 ROOT = Path(__file__).parents[1]
-RUN_BY_OTHERS = {"scripts/training_contenders.py"}  # speaks to the program that started it
+RUN_BY_OTHERS = {"scripts/training_contenders/__main__.py"}  # speaks to the program that started it
 
 
 def programs() -> list[str]:
