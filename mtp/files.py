@@ -78,12 +78,14 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 def whole_folder(path: str | Path) -> Iterator[Path]:
     """A temporary folder that takes the place of ``path`` when the block ends well.
 
-    What was there before stays until the new folder is complete, and survives a failure (disk full, an interrupt).
+    What was there before stays until the new folder is complete, and survives a failure (disk full, an interrupt); for
+    what a kill leaves see ``restore_folder``.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    restore_folder(path)
     staged = path.with_name(f".{path.name}.{os.getpid()}.partial")
     retired = path.with_name(f".{path.name}.{os.getpid()}.old")
     shutil.rmtree(staged, ignore_errors=True)
@@ -101,6 +103,32 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(staged, ignore_errors=True)
         shutil.rmtree(retired, ignore_errors=True)
+
+
+def restore_folder(path: Path) -> None:
+    """Clear up behind a process that was killed while it replaced ``path``.
+
+    No call of the system replaces a folder in one step: for a moment there is none, and what was there has another
+    name.  It gets its own back; half a new folder is removed.
+    """
+    for left in path.parent.glob(f".{path.name}.*"):
+        process, kind = left.name.removeprefix(f".{path.name}.").partition(".")[::2]
+        if kind not in ("old", "partial") or not process.isdecimal() or _is_running(int(process)):
+            continue
+        if kind == "old" and not path.exists():
+            os.replace(left, path)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return process != os.getpid()
 
 
 def read_json(path: Path) -> dict[str, Any]:

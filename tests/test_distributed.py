@@ -189,6 +189,9 @@ def test_a_run_killed_at_any_moment_goes_on_from_its_newest_whole_checkpoint(wor
     left = sorted(path.name for path in (tmp_path / "killed" / "checkpoints").iterdir())
     assert left == sorted(path.name for path in whole_checkpoints(tmp_path / "killed"))
     assert len(left) == 2
+    assert not list((tmp_path / "killed").glob(".*"))
+    for name in ("best", "last"):
+        assert (tmp_path / "killed" / name / "heads.safetensors").is_file()
 
 
 def test_a_step_of_two_batches_is_a_step_of_one_batch_of_the_same_rows(workshop: Path, tmp_path: Path) -> None:
