@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
 import types
 import typing
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +47,20 @@ def load_config(arguments: Sequence[str]) -> RunConfig:
         raise ConfigError("target.path is empty; expected the Hub name or folder of a causal language model.")
     if not config.data.path:
         raise ConfigError("data.path is empty; expected distilled rows (train/distill.py writes them).")
-    return config
+    return _at_home(config)
+
+
+def _at_home(config: RunConfig) -> RunConfig:
+    """Folders behind ``~`` where they are: in a recipe no shell has looked at it."""
+    start = {
+        name: os.path.expanduser(folder) for name in ("head", "traffic") if (folder := getattr(config.start, name))
+    }
+    return replace(
+        config,
+        output=os.path.expanduser(config.output),
+        data=replace(config.data, path=os.path.expanduser(config.data.path)),
+        start=replace(config.start, **start),
+    )
 
 
 def _parse(text: str, where: str) -> Any:
