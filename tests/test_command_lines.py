@@ -192,6 +192,14 @@ def test_what_is_in_the_way_is_said_in_a_line(
     assert "\n" not in str(ended.value.code)
 
 
+@pytest.mark.parametrize("program", [TRAIN, DISTILL, GENERATE, MEASURE, EXPORT])
+def test_help_is_an_answer_and_no_error(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(program).main(["--help"])
+    assert ended.value.code == 0
+    assert f"{program.split('.')[-1]}.py" in capsys.readouterr().out
+
+
 def test_no_program_of_train_and_serve_goes_without_a_fault() -> None:
     names = {program.replace(".", "/") + ".py" for program, _, _ in FAULTS}
     assert names == {name for name in programs() if not name.startswith("scripts/")}

@@ -67,8 +67,11 @@ def main(arguments: list[str] | None = None) -> None:
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments:
         raise SystemExit(__doc__)
+    if arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        raise SystemExit(0)
     run(load_config(arguments))
 
 
