@@ -76,6 +76,7 @@ def save_checkpoint(
 
     Raises:
         ValueError: if a target with an adapter is to be bundled.
+        OSError: if the folder holds other things than a checkpoint, or cannot be written.
     """
     folder = Path(folder)
     reference = TargetReference.of(head.target)
@@ -84,7 +85,7 @@ def save_checkpoint(
             "bundle_target: the target has a PEFT adapter on it, and the checkpoint holds that already. Leave "
             "bundle_target off, or merge the adapter into the target first (merge_and_unload)."
         )
-    with whole_folder(folder) as staged:
+    with whole_folder(folder, is_checkpoint) as staged:
         write_json(
             staged / CONFIG,
             {
@@ -110,6 +111,11 @@ def save_checkpoint(
         if also is not None:
             also(staged)
     return folder
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds a head of ours."""
+    return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

@@ -28,6 +28,7 @@ _ADVICE = {
     errno.EDQUOT: f"Expected room within the quota: free some, or {_NAME_ANOTHER}.",
     errno.EFBIG: f"Expected files of that size to be allowed: raise the limit (ulimit -f), or {_NAME_ANOTHER}.",
     errno.EMFILE: "Expected to open one more file: raise the limit (ulimit -n).",
+    errno.ENOTEMPTY: f"It holds other things than what would be replaced: {_NAME_ANOTHER}.",
     errno.ENAMETOOLONG: f"Expected a shorter name: {_NAME_ANOTHER}.",
 }
 

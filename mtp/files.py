@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,17 +76,22 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_folder(path: str | Path) -> Iterator[Path]:
+def whole_folder(path: str | Path, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
     """A temporary folder that takes the place of ``path`` when the block ends well.
 
     What was there before stays until the new folder is complete, and survives a failure (disk full, an interrupt); for
     what a kill leaves see ``restore_folder``.
+
+    Args:
+        is_ours: whether a folder is of the kind that may be replaced; one that holds other things is not.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     restore_folder(path)
+    if path.exists() and any(path.iterdir()) and not is_ours(path):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
     staged = path.with_name(f".{path.name}.{os.getpid()}.partial")
     retired = path.with_name(f".{path.name}.{os.getpid()}.old")
     shutil.rmtree(staged, ignore_errors=True)
@@ -111,7 +117,7 @@ def restore_folder(path: Path) -> None:
     No call of the system replaces a folder in one step: for a moment there is none, and what was there has another
     name.  It gets its own back; half a new folder is removed.
     """
-    for left in path.parent.glob(f".{path.name}.*"):
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
         process, kind = left.name.removeprefix(f".{path.name}.").partition(".")[::2]
         if kind not in ("old", "partial") or not process.isdecimal() or _is_running(int(process)):
             continue

@@ -306,7 +306,7 @@ def test_whole_file_appears_only_when_complete(tmp_path: Path) -> None:
 def test_whole_folder_survives_leftovers_of_a_killed_writer(tmp_path: Path) -> None:
     (tmp_path / f".best.{os.getpid()}.partial").mkdir()
     (tmp_path / f".best.{os.getpid()}.partial" / "old").write_text("x")
-    with whole_folder(tmp_path / "best") as staged:
+    with whole_folder(tmp_path / "best", Path.is_dir) as staged:
         (staged / "new").write_text("y")
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["new"]
     assert strays(tmp_path / "best") == []
@@ -329,7 +329,7 @@ def test_a_folder_that_was_being_replaced_when_its_writer_was_killed_is_whole_ag
             replace(*arguments)
 
         os.replace = cut_short if moment != "behind it" else replace
-        with whole_folder(folder) as staged:
+        with whole_folder(folder, Path.is_dir) as staged:
             (staged / "state").write_text("new")
             shutil.rmtree = lambda *arguments, **options: kill()
         os._exit(1)  # it should have been killed
@@ -344,3 +344,15 @@ def test_what_a_living_process_is_writing_is_left_alone(tmp_path: Path) -> None:
     other.mkdir()
     restore_folder(tmp_path / "best")
     assert other.is_dir()
+
+
+def test_a_folder_of_other_things_is_not_replaced(target: Target, tmp_path: Path) -> None:
+    """A checkpoint takes the place of a folder, which must not be somebody's home."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letters.txt").write_text("dear")
+    with pytest.raises(OSError, match=r"not empty: .*home'$"):
+        saved(tmp_path / "home", target)
+    assert (tmp_path / "home" / "letters.txt").read_text() == "dear"
+    (tmp_path / "empty").mkdir()
+    for _ in range(2):  # into an empty folder, and in the place of a checkpoint
+        saved(tmp_path / "empty", target)

@@ -170,6 +170,7 @@ FAULTS = [
     (MEASURE, "{place}/head --data {place}/rows.jsonl --output {place}/empty", "is a folder; expected a file"),
     (MEASURE, "{place}/head --data {place}/rows.jsonl --output {place}/file/x.json", "file: .*File exists"),
     (EXPORT, "{place}/head {place}/file", "file: Not a directory"),
+    (EXPORT, "{place}/head {place}/target", "target: Directory not empty. It holds other things"),
     (EXPORT, "{place}/head {place}/file/draft", "file: File exists|file/draft: Not a directory"),
     (EXPORT, "{place}/empty {place}/new", "No config.json in"),
 ]  # fmt: skip
@@ -252,7 +253,7 @@ def test_a_disk_that_is_full_leaves_what_was_there(tmp_path: Path) -> None:
     with (
         no_file_above(10),
         pytest.raises(OSError, match=r"new'$|folder'$"),
-        whole_folder(tmp_path / "folder") as staged,
+        whole_folder(tmp_path / "folder", Path.is_dir) as staged,
     ):
         (staged / "new").write_text("longer than ten bytes")
     assert (tmp_path / "file").read_text() == "before"
@@ -261,6 +262,6 @@ def test_a_disk_that_is_full_leaves_what_was_there(tmp_path: Path) -> None:
 
 def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("before")
-    with pytest.raises(NotADirectoryError, match=r"file'$"), whole_folder(tmp_path / "file"):
+    with pytest.raises(NotADirectoryError, match=r"file'$"), whole_folder(tmp_path / "file", Path.is_dir):
         pass
     assert (tmp_path / "file").read_text() == "before"
