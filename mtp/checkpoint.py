@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mtp.errors import ExplainedError
 from mtp.files import whole_folder, write_json
 from mtp.fingerprint import fingerprint_mismatch
 from mtp.heads import Head, head_class
@@ -31,7 +32,7 @@ CONFIG, WEIGHTS, ACCEPTANCE, CARD = "config.json", "heads.safetensors", "accepta
 ADAPTER = "adapter"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(ExplainedError):
     """A folder that is no usable augmented checkpoint; the message says what was found and what to do."""
 
 
@@ -75,6 +76,7 @@ def save_checkpoint(
 
     Raises:
         ValueError: if a target with an adapter is to be bundled.
+        OSError: if the folder holds other things than a checkpoint, or cannot be written.
     """
     folder = Path(folder)
     reference = TargetReference.of(head.target)
@@ -83,7 +85,7 @@ def save_checkpoint(
             "bundle_target: the target has a PEFT adapter on it, and the checkpoint holds that already. Leave "
             "bundle_target off, or merge the adapter into the target first (merge_and_unload)."
         )
-    with whole_folder(folder) as staged:
+    with whole_folder(folder, is_checkpoint) as staged:
         write_json(
             staged / CONFIG,
             {
@@ -109,6 +111,11 @@ def save_checkpoint(
         if also is not None:
             also(staged)
     return folder
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds a head of ours."""
+    return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -201,9 +208,9 @@ def load_target(
         model = AutoModelForCausalLM.from_pretrained(
             path, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
         )
-    except OSError as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
-            f"The target {path!r} of {folder} cannot be loaded: {error}\n"
+            f"The target {path!r} of {folder} cannot be loaded: {' '.join(str(error).split())} "
             "Pass the target yourself: mtp.load(folder, target=model_or_path)."
         ) from error
     return Target(_with_adapter(model, Path(folder) / ADAPTER) if reference.get("adapted") else model)

@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from mtp.errors import ExplainedError
+
 # Layers whose pattern of attention is a mask over positions, which is all that tree attention needs to know of it.
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -32,7 +34,7 @@ SLOT_DEPENDENT = {
 }
 
 
-class UnsupportedTargetError(ValueError):
+class UnsupportedTargetError(ExplainedError):
     """The model cannot be verified in trees; the message says why and what to do."""
 
 

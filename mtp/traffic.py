@@ -27,6 +27,7 @@ from typing import Any
 
 from transformers import GenerationConfig, LogitsProcessorList
 
+from mtp.errors import ExplainedError
 from mtp.files import whole_file
 from mtp.fingerprint import fingerprint_mismatch
 from mtp.stats import AcceptanceStats
@@ -41,7 +42,7 @@ PATIENCE = 60.0  # seconds an answer waits for others before its segment is writ
 DEBRIS_AGE = 3600.0  # seconds after which an unfinished file is one of a writer that was killed
 
 
-class TrafficError(ValueError):
+class TrafficError(ExplainedError):
     """A log that cannot be written or read; the message says what was found, what was expected and what to do."""
 
 

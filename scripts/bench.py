@@ -38,8 +38,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from mtp import checkpoint
-from mtp.checkpoint import CheckpointError, load_target
+from mtp.checkpoint import load_target
 from mtp.drafters import drafter_by_name
+from mtp.errors import command_line
 from mtp.files import write_json
 from mtp.model import SpeculativeModel
 from serve.bench_tables import show
@@ -61,7 +62,6 @@ from serve.side_by_side import (
     take_turns,
     transformers_systems,
 )
-from train.data import DataError
 
 Commands = dict[str, list[str]]
 
@@ -281,17 +281,15 @@ def begin(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+@command_line
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    try:
-        if options.memory_of:
-            print(json.dumps(vars(memory_of(options.memory_of, options))))
-            return
-        results = begin(options)
-        run(options, results, lambda: write_json(options.output, results) if options.output else None)
-        show(results, Console())
-    except (UsageError, DataError, CheckpointError) as error:
-        raise SystemExit(f"error: {error}") from error
+    if options.memory_of:
+        print(json.dumps(vars(memory_of(options.memory_of, options))))
+        return
+    results = begin(options)
+    run(options, results, lambda: write_json(options.output, results) if options.output else None)
+    show(results, Console())
 
 
 if __name__ == "__main__":

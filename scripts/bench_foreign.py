@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from mtp.errors import command_line
 from mtp.files import write_json
 from mtp.model import SpeculativeModel
 from serve.comparison import Comparison
@@ -95,6 +96,7 @@ def compare(model: SpeculativeModel, questions: list[Question], decoding: Decodi
     return results
 
 
+@command_line
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)

@@ -28,6 +28,7 @@ from mtp.checkpoint import load_head
 from mtp.compat import cache_argument
 from mtp.cost import synchronise
 from mtp.drafters import Budget, Drafter, TargetStates
+from mtp.errors import command_line
 from mtp.files import write_json
 from mtp.target import Target
 from mtp.tree import TokenTree
@@ -106,6 +107,7 @@ def table_of(seconds: dict[str, list[float]], title: str, base: str = "transform
     return table
 
 
+@command_line
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", help="Hub name or folder")

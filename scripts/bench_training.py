@@ -13,7 +13,7 @@
                   pydantic pydantic-settings python-dotenv distro jiter typer (what it imports, without its engines)
     speculators+output   the same with its output matrix trained, as ours is
 
-Each runs in a process of its own (``scripts/training_contenders.py``) and takes one optimiser step when it is its turn,
+Each runs in a process of its own (``scripts/training_contenders/``) and takes one optimiser step when it is its turn,
 on the same rows, states, sizes, positions a step and optimiser, in float32, until it has seen all rows.  The target's
 states are computed once, before, and read from memory: all need the same ones.  *Trained tokens* are those of answers,
 not of prompts or padding.  At the end the same evaluation of this library measures every head on the same held-out
@@ -43,6 +43,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from mtp.errors import command_line
 from mtp.files import write_json
 from mtp.target import Target
 from train.data import draft_vocabulary, load_rows
@@ -152,9 +153,9 @@ def start(name: str, folder: Path, options: argparse.Namespace) -> Contender:
     """A contender that has loaded what it needs."""
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     if name in THEIRS:
-        path.append(str(options.speculators))  # last: what it would shadow is taken from here
+        path.append(str(options.speculators.resolve()))  # last: what it would shadow is taken from here
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "scripts" / "training_contenders.py"), name, str(folder)],
+        [sys.executable, "-P", "-m", "scripts.training_contenders", name, str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": os.pathsep.join(path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -199,6 +200,7 @@ def table(contenders: Sequence[Contender]) -> Table:
     return result
 
 
+@command_line
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     names = options.only or [*OURS, *(THEIRS if options.speculators else ())]

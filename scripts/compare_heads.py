@@ -29,6 +29,7 @@ from rich.console import Console
 from safetensors import safe_open
 
 from mtp.drafters import OWN, PlainDrafter, drafter_by_name
+from mtp.errors import command_line
 from mtp.files import write_json
 from serve.head_tables import by_category, curves, overview
 from serve.questions import read_questions
@@ -264,6 +265,7 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
+@command_line
 def main() -> int:
     options = parse_arguments()
     contenders = list(options.contenders)
@@ -291,7 +293,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted; the same command goes on from here") from None
+    raise SystemExit(main())

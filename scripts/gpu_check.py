@@ -32,6 +32,7 @@ from mtp import merged_attention
 from mtp.attention import AttentionPass, attend, mask_bias
 from mtp.cost import synchronise
 from mtp.drafters import Budget, Drafter, Draw, TargetStates
+from mtp.errors import command_line
 from mtp.heads import HEADS
 from mtp.model import SpeculativeModel
 from mtp.target import Target
@@ -246,6 +247,7 @@ def time_generation(
     return table
 
 
+@command_line
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="folder or Hub name of a target to time beside the random one")

@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from mtp.errors import command_line
 from serve.bench_tables import show
 from serve.loading import UsageError
 from serve.side_by_side import PLAIN_TRANSFORMERS, categories_of, read_results, sums_of
@@ -281,6 +282,7 @@ def draw(sweep: Sweep, folder: Path, suffix: str) -> list[Path]:
     return paths
 
 
+@command_line
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what scripts/sweep.py measured")
@@ -288,12 +290,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--format", choices=["svg", "png", "pdf"], default="svg", help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     console = Console()
-    try:
-        sweep = Sweep.read(options.folder)
-        for path in draw(sweep, options.output or options.folder / "plots", options.format):
-            console.print(f"written to {path}", markup=False, highlight=False, soft_wrap=True)
-    except UsageError as error:
-        raise SystemExit(f"error: {error}") from error
+    sweep = Sweep.read(options.folder)
+    for path in draw(sweep, options.output or options.folder / "plots", options.format):
+        console.print(f"written to {path}", markup=False, highlight=False, soft_wrap=True)
     if sweep.side_by_side is not None:
         show(sweep.side_by_side, console)
 

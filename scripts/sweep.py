@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtp.checkpoint import CheckpointError, read_config
+from mtp.checkpoint import read_config
+from mtp.errors import command_line
 from serve.loading import positive
 
 ROOT = Path(__file__).parents[1]
@@ -84,13 +85,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code of the first program that failed, which ends it."""
     options = parse_arguments(arguments)
-    try:
-        planned = steps(options)
-    except CheckpointError as error:
-        raise SystemExit(f"error: {error}") from error
+    planned = steps(options)
     options.output.mkdir(parents=True, exist_ok=True)
     for number, step in enumerate(planned, start=1):
         done = step.is_done()

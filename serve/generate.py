@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from mtp.errors import command_line
 from mtp.model import SpeculativeModel
 from mtp.past import Past
 from mtp.stats import AcceptanceStats
@@ -294,15 +295,10 @@ def answer_once(
     console.print(comparison_table(tokenizer, prompt, drafted, plain, options.temperature == 0))
 
 
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code; what a person can mend is said without a traceback."""
-    options = parse_arguments(arguments)
-    try:
-        run(options)
-    except UsageError as error:
-        raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
-        return 130
+    """Returns the exit code."""
+    run(parse_arguments(arguments))
     return 0
 
 

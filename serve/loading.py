@@ -12,13 +12,14 @@ from transformers.utils import logging as transformers_logging
 
 import mtp
 from mtp.checkpoint import read_config
+from mtp.errors import ExplainedError
 from mtp.padding import padding_token
 
 COMPILE = True  # unless asked not to
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-class UsageError(ValueError):
+class UsageError(ExplainedError):
     """Something the person asked for cannot be done; the message says what was found and what to do."""
 
 

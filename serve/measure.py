@@ -23,7 +23,8 @@ import transformers
 from rich.console import Console
 
 import mtp
-from mtp.files import write_json
+from mtp.errors import INTERRUPTED, command_line
+from mtp.files import check_writable, write_json
 from mtp.model import SpeculativeModel
 from mtp.rules import AUTO, available_rules
 from serve.comparison import Comparison
@@ -42,7 +43,6 @@ from serve.tables import (
 from train.data import DataError
 
 FORMAT = 1
-INTERRUPTED = 130
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -120,16 +120,6 @@ def check_ids(questions: Sequence[Question], vocab_size: int) -> None:
                 f"{question.name}: token id {max(question.prompt_ids)}, but the target has {vocab_size} tokens; these "
                 "prompts were made for another target."
             )
-
-
-def check_writable(path: Path) -> None:
-    """Better to fail before an hour of measuring than after it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"Results cannot go to {path}: {error}. Name another place with --output.") from error
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(f"Results cannot be written to {path}. Name another place with --output.")
 
 
 def description(model: SpeculativeModel, options: argparse.Namespace) -> dict[str, Any]:
@@ -270,7 +260,9 @@ def show_equality(compared: int, different: list[dict[str, Any]], what: str, con
 def run(options: argparse.Namespace) -> int:
     questions = load_questions(options)
     model = load_model(options)
-    check_writable(options.output)
+    if options.output.is_dir():
+        raise UsageError(f"--output {options.output} is a folder; expected a file for the results.")
+    check_writable(options.output.parent)
     check_ids(questions, model.target.vocab_size)
     needs_text = any(question.prompt_ids is None for question in questions)
     tokenizer = load_tokenizer(model, options) if needs_text else None
@@ -283,15 +275,10 @@ def run(options: argparse.Namespace) -> int:
     return code
 
 
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code; what a person can mend is said without a traceback."""
-    options = parse_arguments(arguments)
-    try:
-        return run(options)
-    except (UsageError, DataError) as error:
-        raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    """Returns the exit code."""
+    return run(parse_arguments(arguments))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from train.data import DataError, is_held_out, load_rows, read_jsonl
+from train.data import DataError, distillation_record, is_held_out, load_rows, read_jsonl, recorded_fraction
 
 UNNAMED = "uncategorised"
 KEYS = ("turns", "messages", "prompt", "prompt_ids")
@@ -82,15 +81,6 @@ def render(tokenizer: Any, messages: Sequence[Message], raw: bool = False) -> li
     return list(encoded["input_ids"])
 
 
-def recorded_fraction(folder: Path) -> float | None:
-    """The held-out fraction that train/distill.py noted in the folder."""
-    record = folder / "distill.json"
-    if not record.is_file():
-        return None
-    fraction: float | None = json.loads(record.read_text(encoding="utf-8")).get("held_out", {}).get("fraction")
-    return fraction
-
-
 def read_questions(path: str | Path, held_out_fraction: float | None = None) -> list[Question]:
     """Read a folder of distilled rows, or a JSONL file with any of the keys in ``KEYS`` in each line.
 
@@ -105,7 +95,7 @@ def read_questions(path: str | Path, held_out_fraction: float | None = None) -> 
     if path.is_dir():
         rows = load_rows(path)
         if held_out_fraction is None:
-            held_out_fraction = recorded_fraction(path)
+            held_out_fraction = recorded_fraction(distillation_record(path))
         questions = [
             Question(f"row {number}", UNNAMED if row.category == "all" else row.category, prompt_ids=row.prompt_ids)
             for number, row in enumerate(rows, start=1)

@@ -76,6 +76,10 @@ MOMENTS: dict[str, Callable[[], Any]] = {
         1, shutil, "rmtree", lambda path, *_: Path(path).name.endswith(".old")
     ),
     "before the head is exported": lambda: at_call(1, train.loop, "save_checkpoint"),
+    "behind the first export": lambda: at_call(2, train.loop, "save_checkpoint"),
+    "while the best head takes the place of the one before": lambda: at_call(
+        1, os, "replace", lambda source, target: Path(target).name == "best"
+    ),
 }
 
 

@@ -11,7 +11,10 @@ from workshop import make_workshop
 
 from mtp.target import Target
 from scripts import bench_training
-from scripts.training_contenders import FromMemory, Ours, Plain, PlainOverDraftVocabulary, Shop, Speculators
+from scripts.training_contenders.ours import FromMemory, Ours
+from scripts.training_contenders.plain import Plain, PlainOverDraftVocabulary
+from scripts.training_contenders.shop import Shop
+from scripts.training_contenders.theirs import Speculators
 from train.batches import training_batch
 from train.data import load_rows
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ from tiny import padded, random_prompts, tiny_head, tiny_model, tiny_target
 
 import mtp
 from mtp.checkpoint import CheckpointError, load_head, save_checkpoint
-from mtp.files import whole_file, whole_folder, write_json
+from mtp.files import restore_folder, whole_file, whole_folder, write_json
 from mtp.heads import HEADS, Head, HeadConfig
 from mtp.model import SpeculativeModel
 from mtp.target import Target
@@ -302,7 +306,53 @@ def test_whole_file_appears_only_when_complete(tmp_path: Path) -> None:
 def test_whole_folder_survives_leftovers_of_a_killed_writer(tmp_path: Path) -> None:
     (tmp_path / f".best.{os.getpid()}.partial").mkdir()
     (tmp_path / f".best.{os.getpid()}.partial" / "old").write_text("x")
-    with whole_folder(tmp_path / "best") as staged:
+    with whole_folder(tmp_path / "best", Path.is_dir) as staged:
         (staged / "new").write_text("y")
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["new"]
     assert strays(tmp_path / "best") == []
+
+
+@pytest.mark.parametrize("moment", ["before the old one is moved", "before the new one is", "behind it"])
+def test_a_folder_that_was_being_replaced_when_its_writer_was_killed_is_whole_again(
+    moment: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "best"
+    folder.mkdir()
+    (folder / "state").write_text("old")
+    if (writer := os.fork()) == 0:
+        kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+        replace, calls = os.replace, itertools.count()
+
+        def cut_short(*arguments: Any) -> None:
+            if next(calls) == ["before the old one is moved", "before the new one is"].index(moment):
+                kill()
+            replace(*arguments)
+
+        os.replace = cut_short if moment != "behind it" else replace
+        with whole_folder(folder, Path.is_dir) as staged:
+            (staged / "state").write_text("new")
+            shutil.rmtree = lambda *arguments, **options: kill()
+        os._exit(1)  # it should have been killed
+    assert os.WTERMSIG(os.waitpid(writer, 0)[1]) == signal.SIGKILL
+    restore_folder(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert (folder / "state").read_text() == ("new" if moment == "behind it" else "old")
+
+
+def test_what_a_living_process_is_writing_is_left_alone(tmp_path: Path) -> None:
+    other = tmp_path / f".best.{os.getppid()}.partial"
+    other.mkdir()
+    restore_folder(tmp_path / "best")
+    assert other.is_dir()
+
+
+def test_a_folder_of_other_things_is_not_replaced(target: Target, tmp_path: Path) -> None:
+    """A checkpoint takes the place of a folder, which must not be somebody's home."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letters.txt").write_text("dear")
+    with pytest.raises(OSError, match=r"not empty: .*home'$"):
+        saved(tmp_path / "home", target)
+    assert (tmp_path / "home" / "letters.txt").read_text() == "dear"
+    (tmp_path / "empty").mkdir()
+    for _ in range(2):  # into an empty folder, and in the place of a checkpoint
+        saved(tmp_path / "empty", target)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from tests.test_distill import tiny_tokenizer
 from tests.test_training import recipe, workshop  # noqa: F401  (a fixture)
@@ -143,3 +145,48 @@ def test_a_split_other_than_the_datas_own_is_refused(workshop: Path, tmp_path: P
     record = {"settings": {"held_out": {"fraction": 0.05}}}
     with pytest.raises(DataError, match=r"split with held_out_fraction 0\.05; the recipe says 0\.15"):
         check_origin(config, None, record)  # type: ignore[arg-type]
+
+
+def spoiled(rows: list[dict[str, Any]], how: str) -> list[dict[str, Any]]:
+    """The workshop's rows with one kind of mistake in all of them."""
+    if how == "masks":
+        return [{**row, "prompt_ids": row["prompt_ids"][:1], "response_ids": row["response_ids"][:1]} for row in rows]
+    if how == "cut":
+        return [{**row, "response_ids": [token for token in row["response_ids"] if token != 2] or [3]} for row in rows]
+    if how == "leaks":  # every question twice, in token ids that read the same
+        return [*rows, *({**row, "prompt_ids": [0, *row["prompt_ids"]]} for row in rows)]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ("masks", "has no token to train in any of"),
+        ("cut", "answers ends with one of the target's end tokens"),
+        ("leaks", "ask what a training row asks"),
+        ("template", "rendered with another chat template"),
+    ],
+)
+def test_the_program_says_it_before_anything_is_computed(
+    how: str,
+    found: str,
+    workshop: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    target, data = shutil.copytree(workshop / "target", tmp_path / "target"), tmp_path / "data"
+    (target / "generation_config.json").write_text('{"eos_token_id": 2}')
+    (target / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %} t7 t8")
+    rows = [json.loads(line) for line in (workshop / "rows.jsonl").read_text().splitlines()]
+    data.mkdir()
+    Dataset.from_list(spoiled(rows, how)).to_parquet(str(data / "answers-00000.parquet"))
+    (data / "distill.json").write_text(json.dumps({"chat_template": "of then" if how == "template" else None}))
+
+    def computed(*arguments: Any) -> None:
+        raise AssertionError("a pass of the target came first")
+
+    monkeypatch.setattr("mtp.target.Target.encode", computed)
+    with pytest.raises((SystemExit, AssertionError)) as ended:
+        program.main(recipe(workshop, tmp_path / "run", f"data.path={data}", f"target.path={target}"))
+    assert found in f"{ended.value} {caplog.text}"

@@ -140,3 +140,12 @@ def test_a_recipe_without_target_or_data_is_refused() -> None:
 def test_an_override_without_a_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected key=value"):
         load_config([*REQUIRED, "optim.lr"])
+
+
+def test_a_tilde_in_a_recipe_is_the_home_of_who_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/x")
+    paths = {"data.path": "data", "output": "run", "start.head": "head", "start.traffic": "traffic"}
+    config = load_config(["target.path=t", *(f"{key}=~/{name}" for key, name in paths.items())])
+    found = (config.data.path, config.output, config.start.head, config.start.traffic)
+    assert found == tuple(f"/home/x/{name}" for name in paths.values())
+    assert load_config(["target.path=t", "data.path=rows"]).start.head is None

@@ -183,3 +183,16 @@ def test_answers_of_somebody_else_are_recognised(workshop: Path, tmp_path: Path)
 def test_a_draft_vocabulary_that_lacks_much_is_recognised(workshop: Path, tmp_path: Path) -> None:  # noqa: F811
     found = diagnosis(workshop, tmp_path / "run", "head.draft_vocab_size=3", "optim.epochs=1")
     assert found["causes"][0]["name"] == "draft vocabulary"
+
+
+def test_a_run_that_learnt_its_rows_by_heart_is_recognised(workshop: Path, tmp_path: Path) -> None:  # noqa: F811
+    few = ("data.limit=30", "head.draft_vocab_size=null", "head.warm_start_positions=0", "optim.epochs=60")
+    found = diagnosis(workshop, tmp_path / "run", *few)
+    assert found["verdict"].startswith("overfitting: ")
+    assert found["train"]["accuracy"][0] > found["held_out"]["accuracy"][0] + 0.2
+
+
+def test_a_run_that_learnt_nothing_is_recognised(workshop: Path, tmp_path: Path) -> None:  # noqa: F811
+    nothing = ("head.draft_vocab_size=null", "head.warm_start_positions=0", "optim.epochs=0")
+    found = diagnosis(workshop, tmp_path / "run", *nothing)
+    assert found["verdict"].startswith("underfitting: ")

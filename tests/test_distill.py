@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mtp import SpeculativeModel
 from mtp.target import Target
+from serve.questions import read_questions as questions_to_measure_on
 from train import distill as program
 from train.config import TargetConfig
 from train.data import DataError, is_held_out, load_rows, split_rows
@@ -263,6 +264,8 @@ def test_held_out_rows_follow_from_the_prompt_alone(target, tokenizer, options):
     assert f"{len(held_out)} held out" in line
     assert record["settings"]["held_out"]["fraction"] == 0.3
     assert [is_held_out(row.prompt_ids, 0.3) for row in reversed(rows)] == [row in held_out for row in reversed(rows)]
+    measured_on = questions_to_measure_on(options.output)  # by the folder's own record
+    assert [question.prompt_ids for question in measured_on] == [row.prompt_ids for row in held_out]
     assert is_held_out((1, 2, 3), 0.887)  # pinned: the split of data on disk must not move
     assert not is_held_out((1, 2, 3), 0.886)
 

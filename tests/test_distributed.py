@@ -20,6 +20,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from transformers.utils import is_bitsandbytes_available
 
 import mtp
@@ -188,6 +189,9 @@ def test_a_run_killed_at_any_moment_goes_on_from_its_newest_whole_checkpoint(wor
     left = sorted(path.name for path in (tmp_path / "killed" / "checkpoints").iterdir())
     assert left == sorted(path.name for path in whole_checkpoints(tmp_path / "killed"))
     assert len(left) == 2
+    assert not list((tmp_path / "killed").glob(".*"))
+    for name in ("best", "last"):
+        assert (tmp_path / "killed" / name / "heads.safetensors").is_file()
 
 
 def test_a_step_of_two_batches_is_a_step_of_one_batch_of_the_same_rows(workshop: Path, tmp_path: Path) -> None:
@@ -302,6 +306,25 @@ def test_a_target_is_not_quantised_without_the_library(workshop: Path, tmp_path:
         run_here(workshop, tmp_path, "target.quantization=int4")
 
 
+@pytest.mark.parametrize(("name", "bits", "threshold"), [("int8", "load_in_8bit", 0.0), ("int4", "load_in_4bit", None)])
+def test_a_quantised_target_is_loaded_onto_the_processs_own_device(
+    name: str, bits: str, threshold: float | None, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    whole = AutoModelForCausalLM.from_pretrained
+
+    def record(path: str, quantization_config: Any, device_map: Any, **options: Any) -> Any:
+        asked.update(quantization=quantization_config, device_map=device_map)
+        return whole(path, **options)  # what bitsandbytes makes of it needs the library
+
+    monkeypatch.setattr("train.target.is_bitsandbytes_available", lambda: True)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", record)
+    run_here(workshop, tmp_path, f"target.quantization={name}", "optim.epochs=0", "head.warm_start_positions=0")
+    assert getattr(asked["quantization"], bits)
+    assert threshold is None or asked["quantization"].llm_int8_threshold == threshold
+    assert asked["device_map"] == {"": torch.device("cpu")}
+
+
 def test_a_target_spread_over_what_one_process_sees_trains_the_same_head(workshop: Path, tmp_path: Path) -> None:
     run_here(workshop, tmp_path / "whole", "optim.epochs=1")
     run_here(workshop, tmp_path / "spread", "optim.epochs=1", "target.placement=spread")
@@ -326,6 +349,23 @@ def test_a_run_is_not_continued_where_it_would_become_another(workshop: Path, tm
 
 
 # ---- two processes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "processes"), [("cpu", 1), ("ddp", 2)])
+def test_what_every_file_of_plain_processes_launches_trains_as_one(
+    config: str, processes: int, workshop: Path, alone: Path, tmp_path: Path
+) -> None:
+    """``ddp.yaml`` takes what accelerators there are, and CPUs where there are none."""
+    share = ALONE if processes == 1 else TOGETHER
+    printed = launch(config, workshop, tmp_path / "run", *share, processes=processes)
+    assert f"replicated, {processes} x " in printed
+    assert_same_run(alone, tmp_path / "run")
+
+
+def test_every_accelerate_file_is_launched_by_a_test() -> None:
+    launched = {"cpu", "cpu2", "ddp", *(engine.values[0] for engine in ENGINES)}
+    assert launched == {path.stem for path in (ROOT / "configs" / "accelerate").glob("*.yaml")}
 
 
 @pytest.mark.slow
@@ -369,6 +409,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
     assert_same_run(before, output)
 
 
+REPLICATED = pytest.param("cpu2", "train/heads.py", "replicated")
 ENGINES = [
     pytest.param("zero2", "train/heads.py", "DeepSpeed ZeRO-2", marks=needs_deepspeed),
     pytest.param("zero3", "train/heads.py", "DeepSpeed ZeRO-3", marks=needs_deepspeed),
@@ -390,9 +431,7 @@ def test_an_engine_that_takes_the_head_apart_trains_as_one_process_and_resumes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "script", "engine"), [pytest.param("cpu2", "train/heads.py", "replicated"), *ENGINES]
-)
+@pytest.mark.parametrize(("config", "script", "engine"), [REPLICATED, *ENGINES])
 def test_activation_checkpointing_trains_the_same_head_under_every_engine(
     config: str, script: str, engine: str, workshop: Path, alone: Path, tmp_path: Path
 ) -> None:
@@ -402,8 +441,12 @@ def test_activation_checkpointing_trains_the_same_head_under_every_engine(
 
 
 @pytest.mark.slow
-def test_a_target_sharded_over_two_processes_trains_the_same_head(workshop: Path, alone: Path, tmp_path: Path) -> None:
-    launch("cpu2", workshop, tmp_path / "run", *TOGETHER, "target.placement=sharded")
+@pytest.mark.parametrize(("config", "script", "engine"), [REPLICATED, *ENGINES])
+def test_a_target_sharded_over_two_processes_trains_the_same_head(
+    config: str, script: str, engine: str, workshop: Path, alone: Path, tmp_path: Path
+) -> None:
+    option = "target.placement=sharded"
+    assert f"{engine}, 2 x cpu" in launch(config, workshop, tmp_path / "run", *TOGETHER, option, script=script)
     assert_same_run(alone, tmp_path / "run")
     assert evaluation(tmp_path / "run") == evaluation(alone)
 

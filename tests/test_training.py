@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from train import heads as program
 from train.checkpoints import find_checkpoint, whole_checkpoints
 from train.config import ConfigError
 from train.data import DataError, Row, draft_vocabulary
+from train.evaluate import evaluate
 from train.feature_cache import CachedFeatures
 from train.features import OnlineFeatures
 from train.loop import Trainer
@@ -90,14 +92,18 @@ def test_training_lowers_the_held_out_loss(workshop: Path, tmp_path: Path) -> No
     assert sum(after["held_out"]["accuracy"]) > 2 * sum(before["held_out"]["accuracy"])
 
 
-def test_cached_and_online_features_train_the_same_head(workshop: Path, tmp_path: Path) -> None:
-    online, _ = train(workshop, tmp_path / "online", "optim.epochs=1")
-    cached, _ = train(workshop, tmp_path / "cached", "optim.epochs=1", "features.mode=cached")
+@pytest.mark.parametrize("storage", ["bfloat16", "int8"])
+def test_cached_and_online_features_train_the_same_head(storage: str, workshop: Path, tmp_path: Path) -> None:
+    online, one_found = train(workshop, tmp_path / "online")
+    cache = ("features.mode=cached", f"features.storage={storage}")
+    cached, other_found = train(workshop, tmp_path / "cached", *cache)
     assert isinstance(online.train, OnlineFeatures)
     assert isinstance(cached.train, CachedFeatures)
     one, other = online.train.batch([0, 5]), cached.train.batch([0, 5])
     assert torch.equal(one.tokens, other.tokens)
-    torch.testing.assert_close(one.hidden, other.hidden, atol=5e-2, rtol=2e-2)  # the cache keeps bfloat16
+    torch.testing.assert_close(one.hidden, other.hidden, atol=5e-2, rtol=2e-2)  # the cache rounds them
+    assert other_found["held_out"]["loss"] == pytest.approx(one_found["held_out"]["loss"], rel=0.01)
+    assert other_found["mean_accepted_length"] == pytest.approx(one_found["mean_accepted_length"], rel=0.05)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -161,6 +167,37 @@ def test_a_killed_run_resumes_from_its_newest_whole_checkpoint(workshop: Path, t
     trainer = program.build_trainer(load_config(arguments))
     trainer.begin()
     assert trainer.progress.step == int(newest.name.removeprefix("step-"))
+
+
+def test_the_best_head_by_acceptance_is_kept_through_worse_ones_and_an_interruption(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = itertools.chain([1.5, 1.9], itertools.repeat(1.2))  # of the evaluations, the second is the best
+
+    def judged(*arguments: Any) -> dict[str, Any]:
+        return {**evaluate(*arguments), "mean_accepted_length": next(found)}
+
+    monkeypatch.setattr("train.loop.evaluate", judged)
+    overrides = ("eval.every=2", "checkpoint_every=1000")
+    trainer = program.build_trainer(load_config(recipe(workshop, tmp_path / "run", *overrides)))
+    step = trainer._step
+
+    def interrupted(batches: Any) -> Any:
+        trainer.interrupts.requested = trainer.progress.step == 4
+        return step(batches)
+
+    trainer._step = interrupted  # type: ignore[method-assign]
+    with pytest.raises(SystemExit):
+        trainer.run()
+    resumed, _ = train(workshop, tmp_path / "run", *overrides)
+    assert resumed.total_steps > 6  # so that the resumed run evaluates on the way, too
+    measured = {
+        name: json.loads((tmp_path / "run" / name / "acceptance.json").read_text()) for name in ("best", "last")
+    }
+    assert (measured["best"]["step"], measured["best"]["mean_accepted_length"]) == (4, 1.9)
+    assert (measured["last"]["step"], measured["last"]["mean_accepted_length"]) == (resumed.total_steps, 1.2)
+    best, last = weights(tmp_path / "run" / "best"), weights(tmp_path / "run" / "last")
+    assert any(not torch.equal(best[name], last[name]) for name in best)
 
 
 def test_a_full_disk_in_the_middle_of_a_checkpoint_leaves_the_last_good_one(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import io
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 import pyarrow.parquet
 
-from mtp.files import whole_file, write_json
+from mtp.files import read_json, whole_file, write_json
 from train.checks import template_digest
 from train.config import TargetConfig
 from train.data import DataError, is_held_out
@@ -74,7 +74,7 @@ def claim_output(output: Path, record: dict[str, Any]) -> None:
         return
     if not path.exists():
         raise DataError(f"{output} holds {data[0].name} but no distill.json that says whose; choose an empty --output.")
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = read_json(path)
     ours, theirs = (flatten({k: r.get(k) for k in ("fingerprint", "settings")}) for r in (record, before))
     differences = [
         f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now"
@@ -112,8 +112,11 @@ def answer_prompts(writer: Writer, prompts: Sequence[Prompt], options: Options) 
         seed = derived_seed(options.seed, "answers", at)
         responses = writer([prompt.ids for prompt in shard], options.answers, seed, end_ids, progress)
         rows = [answer_row(prompt, ids, end_ids) for prompt, ids in zip(shard, responses, strict=True)]
+        # In memory first: on a full disk Arrow may abort the process instead of raising an error.
+        shard_file = io.BytesIO()
+        datasets.Dataset.from_list(rows, features=FEATURES).to_parquet(shard_file)
         with whole_file(paths[at]) as staged:
-            datasets.Dataset.from_list(rows, features=FEATURES).to_parquet(staged)
+            staged.write_bytes(shard_file.getvalue())
     progress.bar.close()
     return progress
 

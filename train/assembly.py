@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
+from mtp.files import check_writable
 from mtp.heads import Head
 from mtp.target import Target
 from train.config import RunConfig
@@ -57,6 +59,7 @@ def gather(config: RunConfig) -> Ingredients:
     window = prompt_window(config, family)
     check_start(config)
     accelerator = make_accelerator(config)
+    check_writable(Path(config.output))  # better now than behind the hidden states
     check_adapter(config, accelerator)
     check_placement(config, accelerator.num_processes)
     if not accelerator.is_main_process:

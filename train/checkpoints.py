@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from mtp.files import write_json
+from mtp.files import read_json, write_json, writing
 from train.config import ConfigError, RunConfig, to_dict
 from train.processes import engine
 
@@ -62,7 +62,8 @@ def save_state(
         staged.mkdir(parents=True)
     accelerator.wait_for_everyone()
     try:
-        accelerator.save_state(str(staged), safe_serialization=True)
+        with writing(folder):
+            accelerator.save_state(str(staged), safe_serialization=True)
         if accelerator.is_main_process:
             record = {
                 "progress": asdict(progress),
@@ -94,8 +95,7 @@ def _remove(folder: Path) -> None:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    return record
+    return read_json(folder / STATE)
 
 
 def batches_per_step(checkpoint: Path | None, fresh: int, processes: int) -> int:

@@ -7,13 +7,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from mtp.errors import ExplainedError
 from train.losses import LossName
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 Storage = Literal["bfloat16", "int8"]
 
 
-class ConfigError(ValueError):
+class ConfigError(ExplainedError):
     """A recipe that cannot be used; the message names the key, what was found and what was expected."""
 
 

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtp.errors import ExplainedError
+from mtp.files import read_json
+
 COLUMNS = ("prompt_ids", "response_ids", "category", "source", "finish_reason")
 
 
-class DataError(ValueError):
+class DataError(ExplainedError):
     """Data that cannot be used; the message names the file, the line where there is one, and what was expected."""
 
 
@@ -81,6 +85,10 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     yield number, _parse_line(path, number, line)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start} of a block).") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(
+            f"{path} is damaged ({error}); expected JSON lines compressed by gzip. Copy it again."
+        ) from error
     if empty:
         raise DataError(f"{path} is empty; expected one JSON object a line.")
 
@@ -134,11 +142,27 @@ def _read_parquet(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     files = sorted(glob.glob(os.path.join(glob.escape(str(folder)), "*.parquet")))
     if not files:
         raise DataError(f"{folder} holds no .parquet files; expected a folder that train/distill.py wrote.")
-    table = datasets.Dataset.from_parquet(files, keep_in_memory=True)
+    try:
+        table = datasets.Dataset.from_parquet(files, keep_in_memory=True)
+    except (ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error.__cause__ or error)
+        raise DataError(f"{folder}: a .parquet file cannot be read ({reason}). Distil it again, or copy it.") from error
     missing = {"prompt_ids", "response_ids"} - set(table.column_names)
     if missing:
         raise DataError(f"{folder}: no column {', '.join(sorted(missing))}; found {', '.join(table.column_names)}.")
     yield from enumerate(table, start=1)
+
+
+def distillation_record(path: str | Path) -> dict[str, Any]:
+    """What ``train/distill.py`` wrote beside its answers; empty for rows from elsewhere."""
+    record = Path(path) / "distill.json"
+    return read_json(record) if record.is_file() else {}
+
+
+def recorded_fraction(record: dict[str, Any]) -> float | None:
+    """The share of the prompts that the data's own record says is held out; None where it says nothing."""
+    fraction: float | None = record.get("settings", {}).get("held_out", {}).get("fraction")
+    return fraction
 
 
 def draft_vocabulary(rows: Sequence[Row], size: int | None, vocab_size: int, always: Sequence[int]) -> Tensor:

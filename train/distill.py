@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from mtp.errors import INTERRUPTED, command_line
 from mtp.files import write_json
-from mtp.support import UnsupportedTargetError
 from mtp.target import Target
 from train.answers import answer_prompts, claim_output, count_rows, describe
 from train.config import TargetConfig
@@ -99,33 +99,14 @@ def write_answers(writer: Writer, options: Options, origin: TargetConfig) -> str
 
 
 def load(config: TargetConfig, device: str) -> tuple[Target, PreTrainedTokenizerBase]:
-    """The target on its device, and its tokenizer.
-
-    Raises:
-        DataError: if they cannot be loaded.
-    """
+    """The target on its device, and its tokenizer."""
     if device == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         device = "cpu" if found is None else found.type
-    try:
-        return load_target(config, torch.device(device)), read_tokenizer(config)
-    except OSError as error:
-        raise DataError(f"Cannot load the target {config.path}: {error}") from error
+    return load_target(config, torch.device(device)), load_tokenizer(config)
 
 
-def read_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
-    """The target's tokenizer.
-
-    Raises:
-        DataError: if it cannot be loaded.
-    """
-    try:
-        tokenizer: PreTrainedTokenizerBase = load_tokenizer(config)
-    except (OSError, ValueError) as error:
-        raise DataError(f"Cannot load the tokenizer of {config.path}: {error}") from error
-    return tokenizer
-
-
+@command_line
 def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     transformers_logging.disable_progress_bar()
@@ -134,15 +115,13 @@ def main(arguments: list[str] | None = None) -> None:
     config, device, options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     try:
         if options.server is not None:
-            print(write_answers(Endpoint(options.server, config, read_tokenizer(config)), options, config))
+            print(write_answers(Endpoint(options.server, config, load_tokenizer(config)), options, config))
         else:
             target, tokenizer = load(config, device)
             print(distill(target, tokenizer, options, config))
-    except (DataError, UnsupportedTargetError) as error:
-        raise SystemExit(f"error: {error}") from error
     except KeyboardInterrupt:
         print(f"\ninterrupted; complete shards stay in {options.output}, the same command goes on.", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from mtp.files import whole_file, write_json
+from mtp.files import read_json, whole_file, write_json
 from mtp.target import Target
 from train.config import Storage
 from train.data import DataError, Row, length_batches
@@ -152,7 +152,7 @@ class CachedFeatures(FeatureSource):
         if not path.exists():
             write_json(path, self.record)
             return
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         if differences := differing(found, self.record):
             raise DataError(
                 f"{self.folder} holds hidden states of something else ({'; '.join(differences)}). Remove it, or set "
@@ -238,7 +238,7 @@ def other_caches(root: str | Path, ours: Sequence[CachedFeatures]) -> dict[Path,
     own = {source.folder for source in ours}
     found = [path for path in Path(root).glob(f"*/{RECORD}") if path.parent not in own]
     found.sort(key=lambda path: path.parent.stat().st_mtime_ns)
-    return {path.parent: json.loads(path.read_text(encoding="utf-8")) for path in found}
+    return {path.parent: read_json(path) for path in found}
 
 
 def folder_bytes(folder: Path) -> int:

@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
+from mtp.errors import command_line
 from mtp.files import write_json
-from mtp.support import UnsupportedTargetError
 from train.assembly import build_trainer
-from train.config import ConfigError, RunConfig
-from train.data import DataError
+from train.config import RunConfig
 from train.dry_run import dry_run
 from train.gate import compare_heads, put_in_place
 from train.loop import Trainer
@@ -61,18 +60,19 @@ def compare_with_start(trainer: Trainer, start: Path) -> None:
         print("The new head passes.")
 
 
+@command_line
 def main(arguments: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("accelerate").setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments:
         raise SystemExit(__doc__)
-    try:
-        run(load_config(arguments))
-    except (ConfigError, DataError, UnsupportedTargetError) as error:
-        raise SystemExit(f"error: {error}") from error
+    if arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        raise SystemExit(0)
+    run(load_config(arguments))
 
 
 if __name__ == "__main__":

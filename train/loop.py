@@ -16,7 +16,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from mtp.checkpoint import save_checkpoint
-from mtp.files import write_json
+from mtp.files import restore_folder, write_json
 from mtp.heads import Head, Prediction, TrainingBatch
 from mtp.heads.warmstart import TooFewRowsError
 from mtp.target import Target
@@ -247,6 +247,8 @@ class Trainer:
 
     def begin(self) -> None:
         """Hand the head to the engine, at the newest checkpoint or freshly started."""
+        if self.accelerator.is_main_process:
+            restore_folder(self.output / "best")
         if self.checkpoint is not None:
             check_resumable(self.accelerator, self.checkpoint, self.config)
         elif self.config.start.head is None and self.config.head.warm_start_positions > 0:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
 import types
 import typing
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,11 @@ def load_config(arguments: Sequence[str]) -> RunConfig:
         path = Path(overrides.pop(0))
         if not path.is_file():
             raise ConfigError(f"No recipe at {path}; expected a YAML file such as configs/smollm2_eagle3.yaml.")
-        loaded = _parse(path.read_text(encoding="utf-8"), str(path))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is no text ({error.reason}); expected a YAML file in UTF-8.") from error
+        loaded = _parse(text, str(path))
         if not isinstance(loaded, dict):
             raise ConfigError(f"{path} holds a {type(loaded).__name__}; expected keys and values.")
         values = loaded
@@ -42,7 +47,20 @@ def load_config(arguments: Sequence[str]) -> RunConfig:
         raise ConfigError("target.path is empty; expected the Hub name or folder of a causal language model.")
     if not config.data.path:
         raise ConfigError("data.path is empty; expected distilled rows (train/distill.py writes them).")
-    return config
+    return _at_home(config)
+
+
+def _at_home(config: RunConfig) -> RunConfig:
+    """Folders behind ``~`` where they are: in a recipe no shell has looked at it."""
+    start = {
+        name: os.path.expanduser(folder) for name in ("head", "traffic") if (folder := getattr(config.start, name))
+    }
+    return replace(
+        config,
+        output=os.path.expanduser(config.output),
+        data=replace(config.data, path=os.path.expanduser(config.data.path)),
+        start=replace(config.start, **start),
+    )
 
 
 def _parse(text: str, where: str) -> Any:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from pathlib import Path
 from typing import Any
 
 from mtp.fingerprint import fingerprint_mismatch
 from mtp.target import Target
 from train.checks import check_rows, report
 from train.config import RunConfig
-from train.data import DataError, Row, load_rows, split_rows
+from train.data import DataError, Row, distillation_record, load_rows, recorded_fraction, split_rows
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +71,6 @@ def usable_rows(config: RunConfig, target: Target, tokenizer: Any, window: int |
     return train, held_out
 
 
-def distillation_record(path: str) -> dict[str, Any]:
-    """What ``train/distill.py`` wrote beside its answers; empty for rows from elsewhere."""
-    record = Path(path) / "distill.json"
-    written: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
-    return written
-
-
 def check_origin(config: RunConfig, target: Target, record: dict[str, Any]) -> None:
     """Refuse answers that another target wrote, or a split other than theirs, where the data says so."""
     fingerprint = record.get("fingerprint")
@@ -88,7 +79,7 @@ def check_origin(config: RunConfig, target: Target, record: dict[str, Any]) -> N
             f"{config.data.path} holds answers of a target with fingerprint {fingerprint}; {config.target.path} has "
             f"{target.fingerprint()}. Distil again with this target."
         )
-    fraction = record.get("settings", {}).get("held_out", {}).get("fraction")
+    fraction = recorded_fraction(record)
     if fraction is not None and fraction != config.data.held_out_fraction:
         raise DataError(
             f"{config.data.path} was split with held_out_fraction {fraction}; the recipe says "

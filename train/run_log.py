@@ -11,6 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from mtp.files import writing
 from train.checkpoints import Progress
 from train.tracking import flatten
 
@@ -36,7 +37,8 @@ class RunLog:
         clock = {"step": progress.step, "seconds": round(progress.seconds, 3), "trained_positions": progress.positions}
         values = {**values, **clock}
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
+        path = self.folder / "log.jsonl"
+        with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
         if self.trackers:
             self.accelerator.log(flatten(values), step=progress.step)

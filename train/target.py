@@ -6,9 +6,12 @@ An adapter on top of it is what is not frozen.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -42,7 +45,11 @@ class ShardedTarget(Target):
 
 
 def load_target(config: TargetConfig, device: torch.device) -> Target:
-    """The frozen target on ``device``; ``auto`` precision is the checkpoint's own, float32 on a CPU."""
+    """The frozen target on ``device``; ``auto`` precision is the checkpoint's own, float32 on a CPU.
+
+    Raises:
+        ConfigError: if it cannot be loaded.
+    """
     dtype: torch.dtype | str = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     if dtype == "auto" and device.type == "cpu":
         dtype = torch.float32
@@ -51,13 +58,14 @@ def load_target(config: TargetConfig, device: torch.device) -> Target:
         options = {"quantization_config": _quantization(config.quantization), "device_map": {"": device}}
     if config.placement == "spread":
         options["device_map"] = "auto"
-    model = AutoModelForCausalLM.from_pretrained(
-        os.path.expanduser(config.path),
-        revision=config.revision,
-        dtype=dtype,
-        trust_remote_code=config.trust_remote_code,
-        **options,
-    )
+    with _explained(f"Cannot load the target {config.path}"):
+        model = AutoModelForCausalLM.from_pretrained(
+            os.path.expanduser(config.path),
+            revision=config.revision,
+            dtype=dtype,
+            trust_remote_code=config.trust_remote_code,
+            **options,
+        )
     model.requires_grad_(False)
     if config.placement == "sharded":
         sharded = ShardedTarget(model)
@@ -136,7 +144,22 @@ def with_lora(target: Target, adapter: AdapterConfig) -> Target:
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
-    """The tokenizer of the same revision."""
-    return AutoTokenizer.from_pretrained(
-        os.path.expanduser(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
+    """The tokenizer of the same revision.
+
+    Raises:
+        ConfigError: if it cannot be loaded.
+    """
+    with _explained(f"Cannot load the tokenizer of {config.path}"):
+        return AutoTokenizer.from_pretrained(
+            os.path.expanduser(config.path), revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """What Transformers cannot load, as ``ConfigError`` in a line."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        words = " ".join(str(error).split())
+        raise ConfigError(f"{what}: {words} Expected the folder or Hub name of a causal language model.") from error

@@ -10,7 +10,7 @@ The exported layer computes what the head computes; a head that vLLM's layer can
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mtp.checkpoint import CheckpointError, load_head, load_target
-from mtp.files import whole_folder, write_json
+from mtp.checkpoint import CONFIG, load_head, load_target
+from mtp.errors import ExplainedError, command_line
+from mtp.files import read_json, whole_folder, write_json
 from mtp.heads import Head
 from mtp.heads.eagle3 import Eagle3Config, Eagle3Head
 
 # Under these, angles do not depend on how long the text is, and both sides compute the same ones.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ARCHITECTURE = "LlamaForCausalLMEagle3"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 AS_THEY_ARE = (
     "midlayer.input_layernorm.weight",
@@ -38,7 +40,7 @@ AS_THEY_ARE = (
 FOLDED = ("fc.weight", "tap_scale", "lm_head.weight", "draft_ids")
 
 
-class ExportError(ValueError):
+class ExportError(ExplainedError):
     """A head that the engine would compute otherwise; the message says what in it."""
 
 
@@ -58,7 +60,7 @@ def vllm_config(config: Eagle3Config) -> dict[str, Any]:
     if "rope_theta" not in rope:
         raise ExportError("The head's rope_parameters name no rope_theta; vLLM would take a base of its own.")
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [ARCHITECTURE],
         "model_type": "llama",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -133,6 +135,12 @@ def embeddings_apart(head: Head) -> Tensor | None:
     return target.embed(torch.arange(head.config.vocab_size, device=target.device)).float().cpu()
 
 
+def is_draft_model(folder: Path) -> bool:
+    """Whether a folder holds what ``export`` writes."""
+    path = folder / CONFIG
+    return path.is_file() and read_json(path).get("architectures") == [ARCHITECTURE]
+
+
 def export(head: Head, folder: str | Path) -> Path:
     """Write ``head``, attached to its target, into ``folder``, whole or not at all.
 
@@ -148,23 +156,21 @@ def export(head: Head, folder: str | Path) -> Path:
     tensors = vllm_tensors(head.state_dict(), head.config)
     if (embeddings := embeddings_apart(head)) is not None:
         tensors["embed_tokens.weight"] = embeddings
-    with whole_folder(folder) as staged:
-        write_json(staged / "config.json", config)
+    with whole_folder(folder, is_draft_model) as staged:
+        write_json(staged / CONFIG, config)
         save_file(tensors, staged / "model.safetensors", metadata={"format": "pt"})
     return Path(folder)
 
 
-def main() -> None:
+@command_line
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("head", help="the augmented checkpoint (RUN/best of train/heads.py)")
     parser.add_argument("output", type=Path, help="folder for the draft model")
     parser.add_argument("--target", help="load the target from here instead of from where the checkpoint says")
-    options = parser.parse_args()
-    try:
-        head = load_head(options.head, load_target(options.head, options.target, dtype="auto"))
-        export(head, options.output)
-    except (CheckpointError, ExportError) as error:
-        raise SystemExit(f"error: {error}") from error
+    options = parser.parse_args(arguments)
+    head = load_head(options.head, load_target(options.head, options.target, dtype="auto"))
+    export(head, options.output)
     print(f"written to {options.output}; num_speculative_tokens up to {head.config.steps} were trained")
 
 
