@@ -261,7 +261,8 @@ class _CompiledLayer:
         self._native = native
         self.products = [PackedProduct(group) for group in call.groups]
         self._site = Site(call.cache_index, layer)
-        self._weights = weight_places(layer, call.groups)
+        self._places = weight_places(layer, call.groups)
+        self._weights: list[Tensor] = []
         # Of the call only places are kept: its tensors, and the cache among them, are let go.
         self._tensors, self._mask, self._cache = call.tensors, call.mask, call.cache
         leaves, self._spec = pytree.tree_flatten(call.output)
@@ -274,10 +275,8 @@ class _CompiledLayer:
         site = self._site
         site.mask, site.cache = self._mask.find(args, kwargs), self._cache.find(args, kwargs)
         inputs = [place.find(args, kwargs).contiguous() for place in self._tensors]
-        inputs += [getattr(owner, name) for owner, name in self._weights]
-        inputs += [operand for product in self.products for operand in product.operands()]
         layer_graph.current.site = site
-        (states,) = self._native(inputs)
+        (states,) = self._native(inputs + (self._weights or self._read_weights()))
         site.mask = site.cache = None  # of one pass: nothing of it is kept
         return states if self._is_plain else pytree.tree_unflatten([*self._before, states, *self._behind], self._spec)
 
@@ -292,6 +291,12 @@ class _CompiledLayer:
         self.is_usable = not changed and all(map(can_pack, self.linears))
         for product in self.products:
             product.refresh()
+        self._weights = []  # read again in the next pass, and for all of the generation
+
+    def _read_weights(self) -> list[Tensor]:
+        self._weights = [getattr(owner, name) for owner, name in self._places]
+        self._weights += [operand for product in self.products for operand in product.operands()]
+        return self._weights
 
     def _parts(self) -> Any:
         """What may not change for the function to stand for the layer, beside the weights' values."""

@@ -42,6 +42,7 @@ class CompiledPart:
         self._shapes = shapes(owner)
         self._native: Native | None = None
         self._products: list[PackedProduct] = []
+        self._weights: list[Tensor] = []  # read at the first call of a generation
         self.reason: str | None = None
         try:
             self._compile(example, settings)
@@ -94,10 +95,10 @@ class CompiledPart:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self._native is None or torch.is_grad_enabled():
             return self._function(*tensors)
-        inputs = [tensor.contiguous() for tensor in tensors]
-        inputs += [getattr(owner, name) for owner, name in self._places]
-        inputs += [operand for product in self._products for operand in product.operands()]
-        return tuple(self._native(inputs))
+        if not self._weights:
+            self._weights = [getattr(owner, name) for owner, name in self._places]
+            self._weights += [operand for product in self._products for operand in product.operands()]
+        return tuple(self._native([*(tensor.contiguous() for tensor in tensors), *self._weights]))
 
     def refresh(self) -> None:
         """Notice weights that were changed or moved: at the beginning of every generation."""
@@ -105,6 +106,7 @@ class CompiledPart:
             self._native, self.reason = None, "its weights are of another kind by now"
         for product in self._products:
             product.refresh()
+        self._weights = []
 
 
 class _Call(nn.Module):

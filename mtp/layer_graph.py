@@ -72,7 +72,7 @@ def _attend(
     assert site.cache is not None
     length, width = query.shape[2] if site.mask is None else site.mask.shape[2], query.shape[2]
     if length < width:  # rows that fill the pass up are no tokens: nothing of them is kept, and nothing attended to
-        query, key, value = (states[:, :, :length] for states in (query, key, value))
+        query, key, value = query.narrow(2, 0, length), key.narrow(2, 0, length), value.narrow(2, 0, length)
     key, value = site.cache.update(key, value, site.cache_index)
     attended = tree_attention(site.module, query, key, value, site.mask, scaling, softcap, sinks)[0]
     return attended if length == width else F.pad(attended, (0, 0, 0, 0, 0, width - length))
@@ -196,7 +196,7 @@ def weights_of(module: nn.Module, groups: Groups) -> list[Tensor]:
 
 
 def weight_places(module: nn.Module, groups: Groups) -> list[tuple[nn.Module, str]]:
-    """Where the weights are that are not packed: read anew in every pass, so that they are never stale."""
+    """Where the weights are that are not packed: read anew for every generation, so that they are never stale."""
     paths = [name.rpartition(".") for name in weight_names(module, groups)]
     return [(module.get_submodule(path), name) for path, _, name in paths]
 

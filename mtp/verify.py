@@ -130,6 +130,8 @@ def walk(tree: TokenTree, choices: Tensor) -> Verdict:
     Returns:
         the verdict, with paths as wide as the tree has nodes: how long they are, only the device knows.
     """
+    if tree.num_nodes == 1:  # a plain round
+        return Verdict(torch.zeros_like(choices), torch.ones_like(choices[:, 0]), choices[:, 0])
     guessed = tree.valid & (choices.gather(1, tree.parents.clamp_min(0)) == tree.tokens)
     guessed[:, 0] = True
     ancestors = tree.ancestor_mask()

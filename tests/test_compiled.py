@@ -24,7 +24,6 @@ from mtp.cache import TreeCache
 from mtp.cost import Costs
 from mtp.drafters import PlainDrafter
 from mtp.files import cache_folder
-from mtp.layer_call import LayerCall
 from mtp.packing import is_available
 from mtp.support import UnsupportedTargetError
 from mtp.target import Target, TargetOutput
@@ -320,7 +319,7 @@ def test_a_layer_with_a_tensor_that_no_module_knows_of_runs_as_it_is(graphs: lis
 
 def test_nothing_is_kept_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of those that were recorded nor of later ones: a cache may be large."""
-    monkeypatch.setattr(compiled, "native_function", lambda key, layer, call, tracing: lambda inputs: [inputs[0] + 0.0])
+    monkeypatch.setattr(compiled, "native_function", lambda *args: lambda inputs: [inputs[0] + 0.0])
     monkeypatch.setattr(compiled, "_compare", lambda *_: None)
     monkeypatch.setattr(compiled.CompiledLayers, "compare", lambda *_: None)
     made: list[weakref.ref[TreeCache]] = []
@@ -369,7 +368,7 @@ def test_the_model_is_as_it_was_between_passes(graphs: list[str]) -> None:
 
 
 def test_a_layer_whose_function_is_wrong_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def native(key: str, layer: nn.Module, call: LayerCall, tracing: Any) -> Any:
+    def native(*args: Any) -> Any:
         return lambda inputs: [inputs[0] * 1.5]
 
     monkeypatch.setattr(compiled, "native_function", native)
