@@ -138,15 +138,10 @@ class TargetSampler:
 
     def _sampled_row(self, scores: NodeScores, row: int, rule: Rule) -> RowVerdict:
         tree = scores.tree
-
-        def draft_probs(node: int) -> Tensor:
-            assert tree.q is not None
-            return tree.q[row, node]
-
         return rule.verify_row(
             tree.children(row),
             tree.tokens[row].tolist(),
             lambda node: scores(row, node).softmax(-1),
-            draft_probs,
+            lambda node: tree.drawn_from(row, node),
             self.randomness,
         )

@@ -27,6 +27,8 @@ class TokenTree:
         q: ``[B, N, V]`` for trees whose children were *drawn*: the distribution that each node's children were drawn
             from, without replacement, in index order, each node's on their own.  None means that the tree does not
             depend on random draws (top-k children), which is what the plain walk needs to be exact.
+        fixed: ``[B, N]`` of a drawn tree, the guesses that were not drawn but chosen, by whatever was known, and stand
+            behind their drawn siblings; None for none.
     """
 
     tokens: Tensor
@@ -36,6 +38,7 @@ class TokenTree:
     log_q: Tensor | None = None
     q: Tensor | None = None
     worth: Tensor | None = None
+    fixed: Tensor | None = None
 
     @classmethod
     def root_only(cls, pending: Tensor) -> TokenTree:
@@ -94,6 +97,13 @@ class TokenTree:
                 offspring[parents[node]].append(node)
         return offspring
 
+    def drawn_from(self, row: int, node: int) -> Tensor:
+        """``[V]`` what a node of a drawn tree was drawn from before its siblings: a fixed one from its token alone."""
+        assert self.q is not None
+        if self.fixed is None or not self.fixed[row, node]:
+            return self.q[row, self.parents[row, node]]
+        return torch.zeros_like(self.q[row, node]).index_fill(0, self.tokens[row, node], 1.0)
+
     def path_tokens(self, row: int, node: int) -> list[int]:
         """Tokens from the root of one row to one of its nodes, both included."""
         tokens, parents = self.tokens[row].tolist(), self.parents[row].tolist()
@@ -142,6 +152,7 @@ class TokenTree:
             log_q=pick(self.log_q),
             q=None if self.q is None else self.q.gather(1, kept[..., None].expand(-1, -1, self.q.shape[2])),
             worth=pick(self.worth),
+            fixed=pick(self.fixed),
         )
 
     def select_rows(self, rows: Tensor) -> TokenTree:
@@ -155,6 +166,7 @@ class TokenTree:
             pick(self.log_q),
             pick(self.q),
             pick(self.worth),
+            pick(self.fixed),
         )
 
 

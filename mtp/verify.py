@@ -9,8 +9,8 @@ by following every branch of their randomness.  ``mtp/rules.py`` gives them name
     tokens: of every node.
     target_probs: ``[V]`` the target's processed distribution at a node; asked for at most once a node, and only at
         nodes where the answer matters, since processors may take as long as a pass over a small model.
-    draft_probs: ``[V]`` what a node's children were drawn from; asked for only by rules for drawn children, at nodes
-        that have some.
+    draft_probs: ``[V]`` what a node was drawn from, before any of its siblings were: all on its own token if it was not
+        drawn.  Asked for only by rules for drawn children.
     randomness: the source of every random choice.
 
 They return the path of nodes, root first, and the token that follows it.
@@ -184,11 +184,15 @@ def reject_row(
     probability min(1, p[x] / q[x]); after a refusal p becomes the normalised positive part of p - q, and q loses x.
     When all children are refused the next token is drawn from what is left of p.  (SpecInfer, arXiv 2305.09781, with
     the correction for draws without replacement of Yang et al., arXiv 2401.06706.)
+
+    Guesses that were not drawn stand behind a node's drawn children, each held against a q that is all on its own
+    token.  They are accepted with what is left of p[x], as by the walk, and may be chosen in any way.
     """
     path = [0]
     while children[path[-1]]:
-        here = _Odds.at_first(target_probs(path[-1]), draft_probs(path[-1]))
+        here = _Odds.at_first(target_probs(path[-1]))
         for child in children[path[-1]]:
+            here = here.facing(draft_probs(child))
             if randomness.accept(here.of_child(tokens[child])):
                 path.append(child)
                 break
@@ -216,6 +220,7 @@ def traverse_row(
 
     On a chain this is block verification (Sun et al., arXiv 2403.10444).  Every node's children must have been drawn
     on their own: draws that one node shares with another are no longer random once a path through the other is refused.
+    Guesses that were not drawn are held against a q that is all on their own token, as by rejection.
     """
 
     def end_below(node: int, weight: float) -> RowVerdict | None:
@@ -224,8 +229,9 @@ def traverse_row(
             return None
         p = None
         if children[node]:
-            here = _Odds.at_first(target_probs(node), draft_probs(node), weight)
+            here = _Odds.at_first(target_probs(node), weight)
             for child in children[node]:
+                here = here.facing(draft_probs(child))
                 found = end_below(child, here.of_child(tokens[child]))
                 if found is not None:
                     return [node, *found[0]], found[1]
@@ -247,17 +253,26 @@ class _Odds:
     Attributes:
         weight: probability of ending at the node or below it, given the draws above.
         p: ``[V]`` what is left of the target's distribution.
-        q: ``[V]`` what the next child was drawn from; zero once all that the drafter could draw is taken.
+        refused: the children's tokens so far.
+        q: ``[V]`` what the next child was drawn from, given these; zero once all that the drafter could draw is taken.
     """
 
     weight: float
     p: Tensor
+    refused: tuple[int, ...]
     q: Tensor
 
     @classmethod
-    def at_first(cls, p: Tensor, q: Tensor, weight: float = 1.0) -> _Odds:
-        """Before any refusal.  In float64: where p is near q, the difference of float32 numbers is mostly rounding."""
-        return cls(weight, _normalised(p.double()), _normalised(q.double()))
+    def at_first(cls, p: Tensor, weight: float = 1.0) -> _Odds:
+        """Before any child.  In float64: where p is near q, the difference of float32 numbers is mostly rounding."""
+        p = _normalised(p.double())
+        return cls(weight, p, (), torch.zeros_like(p))
+
+    def facing(self, q: Tensor) -> _Odds:
+        """With the next child, whose distribution was ``q`` before its siblings were drawn."""
+        q = q.to(torch.float64, copy=True)
+        q[list(self.refused)] = 0.0
+        return replace(self, q=_normalised(q))
 
     def of_child(self, x: int) -> float:
         """The weight of the next child, ``x``; zero where the drafter had nothing left to draw."""
@@ -268,13 +283,12 @@ class _Odds:
         rest = (self.weight * self.p - self.q).clamp_min(0.0)
         mass = float(rest.sum())
         ended = mass + (1.0 - self.weight)
-        q = self.q.clone()
-        q[x] = 0.0
-        return _Odds(
+        return replace(
+            self,
             # Where nothing is left at weight 1, p equals q; the refusal then had probability zero to begin with.
             weight=mass / ended if ended > 0 else self.weight,
             p=rest / mass if mass > 0 else self.p,
-            q=_normalised(q),
+            refused=(*self.refused, x),
         )
 
 

@@ -6,8 +6,13 @@ A contender is a recipe, perhaps with changes: ``configs/smollm2_eagle3.yaml,opt
 ``train/heads.py``, then measured by ``serve/measure.py``: acceptance with trees of a fixed size, greedy and sampled,
 and speed with trees as large as pays.  A contender may also be the folder of a finished head, which is measured as it
 is; ``--data`` is for training alone.  What is done is not done again: interrupted, the same command goes on, and with
-other contenders it adds them.  ``--drafters ngram head+ngram`` measures drafters that need no training beside them, on
-the first contender's checkpoint.  A contender that fails is named in the end; the others go on.
+other contenders it adds them.  A contender that fails is named in the end; the others go on.
+
+Drafters that need no training are measured beside them, alone or in a mix with the first head that was trained on the
+target as it is: ``--drafters ngram recycling early_exit:3,5 head+ngram``.  Some layers of the target as its assistant
+are a recipe without steps: ``configs/smollm2_assistant.yaml,optim.epochs=0,features.mode=online``.  Heads that were
+trained together with an adapter of the target (``configs/smollm2_medusa2.yaml``) are measured on the adapted target,
+whose text it then is; the tables say which these are.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +33,7 @@ from typing import Any
 from rich.console import Console
 from safetensors import safe_open
 
+from mtp.checkpoint import ADAPTER, CONFIG, WEIGHTS, CheckpointError, read_config
 from mtp.drafters import OWN, PlainDrafter, drafter_by_name
 from mtp.errors import command_line
 from mtp.files import write_json
@@ -42,7 +48,7 @@ DONE = "done.json"  # in a contender's folder: each stage's command line, once i
 
 @dataclass(frozen=True)
 class Contender:
-    """A recipe and what is changed in it, a finished head, or a drafter by name beside one of these.
+    """A recipe and what is changed in it, a finished head, or a drafter by name on the target of one of these.
 
     Attributes:
         name: of its row and its folder.
@@ -51,6 +57,7 @@ class Contender:
         recipe: that is followed to make it; None where there is nothing to train.
         overrides: of the recipe.
         drafter: that drafts in place of the checkpoint's head.
+        head: whose parameters and training are in it; None for what needs neither.
     """
 
     name: str
@@ -59,11 +66,16 @@ class Contender:
     recipe: str | None = None
     overrides: tuple[str, ...] = ()
     drafter: str | None = None
+    head: Contender | None = None
 
     @classmethod
     def of(cls, text: str, output: Path) -> Contender:
         """Read ``recipe.yaml[,key=value...]`` or the folder of a finished head."""
-        if (Path(text) / "config.json").is_file():
+        if (Path(text) / CONFIG).is_file():
+            try:
+                read_config(text)
+            except CheckpointError as error:
+                raise SystemExit(f"error: {error}") from error
             return cls(text, output / f"finished-{in_names(text)}", Path(text).resolve())
         recipe, *overrides = re.split(r",(?=[\w.]+=)", text)  # lists have commas too
         if not (ROOT / recipe).is_file():
@@ -77,8 +89,15 @@ class Contender:
     @classmethod
     def untrained(cls, drafter: str, beside: Contender, output: Path) -> Contender:
         """A drafter by the name that ``generate`` knows it by, which may be a mix with the head of ``beside``."""
-        name = "+".join(beside.name if part == OWN else part for part in drafter.split("+"))
-        return cls(name, output / f"drafter-{in_names(drafter)}", beside.checkpoint, drafter=drafter)
+        parts = drafter.split("+")
+        name = "+".join(beside.name if part == OWN else part for part in parts)
+        folder = output / f"drafter-{in_names(drafter)}"
+        return cls(name, folder, beside.checkpoint, drafter=drafter, head=beside if OWN in parts else None)
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether the target that its finished checkpoint belongs to has an adapter."""
+        return bool(read_config(self.checkpoint)["target"].get("adapted"))
 
 
 def in_names(text: str) -> str:
@@ -171,37 +190,47 @@ def time(contender: Contender, options: argparse.Namespace) -> None:
 # ---- what came of it ----------------------------------------------------------------------------------------------
 
 
-def parameters_of(contender: Contender) -> int:
-    """Numbers in the checkpoint of its head."""
-    with safe_open(contender.checkpoint / "heads.safetensors", framework="pt") as file:
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
+def parameters_of(checkpoint: Path) -> int:
+    """Numbers in the weights of its head, and of the target's adapter where it has one."""
+    count = 0
+    for path in (checkpoint / WEIGHTS, *checkpoint.glob(f"{ADAPTER}/*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
+    return count
 
 
 def trained_with(contender: Contender) -> dict[str, Any]:
-    """Minutes of optimiser steps, trained positions, and the acceptance found on the way."""
+    """Minutes of work, trained positions, and the acceptance found on the way.
+
+    The minutes are those of cached hidden states, the least-squares start and the optimiser's steps; evaluations are
+    left out.  States that an earlier contender has cached cost nothing again.
+    """
     log = [json.loads(line) for line in (contender.folder / "run" / "log.jsonl").read_text("utf-8").splitlines()]
-    evaluations = [line for line in log if line["event"] == "evaluation"]
-    return {
-        "minutes": evaluations[-1]["seconds"] / 60,
-        "positions": evaluations[-1]["trained_positions"],
-        "curve": [
-            {
-                "positions": line["trained_positions"],
-                "minutes": round(line["seconds"] / 60, 2),
-                "mean_accepted_length": line["mean_accepted_length"],
-            }
-            for line in evaluations
-        ],
-    }
+    before, curve = 0.0, []
+    for line in log:
+        if line["event"] == "start":  # once more each time the run was continued
+            before += line["features_seconds"] + line["warm_start_seconds"]
+        elif line["event"] == "evaluation":
+            curve.append(
+                {
+                    "positions": line["trained_positions"],
+                    "minutes": round((before + line["seconds"]) / 60, 4),
+                    "mean_accepted_length": line["mean_accepted_length"],
+                }
+            )
+    return {"minutes": curve[-1]["minutes"], "positions": curve[-1]["positions"], "curve": curve}
 
 
 def results_of(contender: Contender, options: argparse.Namespace) -> dict[str, Any]:
     """Everything that is known of a contender; what has not been measured is left out."""
-    found: dict[str, Any] = {"name": contender.name, "acceptance": {}}
-    if contender.drafter is None:
-        found["parameters"] = parameters_of(contender)
-    if contender.recipe is not None:
-        found |= trained_with(contender)
+    head = contender if contender.drafter is None else contender.head
+    found: dict[str, Any] = {"name": contender.name, "adapted": contender.is_adapted, "acceptance": {}}
+    found["parameters"] = 0 if head is None else parameters_of(head.checkpoint)
+    if head is None:
+        found["minutes"] = 0.0
+    elif head.recipe is not None:
+        training = trained_with(head)
+        found |= training if head is contender else {"minutes": training["minutes"]}
     for data in options.questions:
         path = contender.folder / f"{data.stem}.json"
         if path.exists():
@@ -230,7 +259,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/compare"), help="default: %(default)s")
     parser.add_argument("--target", help=f"default: {TARGET}, or what a finished head names")
     parser.add_argument(
-        "--drafters", nargs="+", default=[], help="that need no training, and mixes with the first head"
+        "--drafters", nargs="+", default=[], metavar="NAME", help="that need no training, and mixes (head+NAME)"
     )
     training = parser.add_argument_group("training")
     training.add_argument("--rows", type=int, help="the first so many rows (default: all)")
@@ -265,20 +294,52 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
+def untrained_beside(finished: Sequence[Contender], options: argparse.Namespace) -> list[Contender]:
+    """The drafters that were asked for, beside the first finished head of the target as it is.
+
+    Raises:
+        StageError: if there is none.
+    """
+    beside = next((each for each in finished if not each.is_adapted), None)
+    if beside is None and options.drafters:
+        raise StageError(
+            f"{', '.join(options.drafters)}: measured beside a finished head of the target without an adapter; there "
+            "is none"
+        )
+    return [Contender.untrained(name, beside, options.output) for name in options.drafters if beside is not None]
+
+
+def passing(
+    stage: Callable[[Contender, argparse.Namespace], None],
+    contenders: Sequence[Contender],
+    options: argparse.Namespace,
+    failures: list[StageError],
+) -> list[Contender]:
+    """The contenders that pass a stage; what stopped the others is added to ``failures``."""
+    passed = []
+    for contender in contenders:
+        try:
+            stage(contender, options)
+        except StageError as error:
+            failures.append(error)
+        else:
+            passed.append(contender)
+    return passed
+
+
 @command_line
 def main() -> int:
     options = parse_arguments()
-    contenders = list(options.contenders)
-    contenders += [Contender.untrained(name, contenders[0], options.output) for name in options.drafters]
-    failures: dict[Contender, StageError] = {}
-    for stage in (train, measure, time) if options.timed else (train, measure):
-        for contender in contenders:
-            if contender not in failures:
-                try:
-                    stage(contender, options)
-                except StageError as error:
-                    failures[contender] = error
-    results = [results_of(each, options) for each in contenders if (each.checkpoint / "config.json").exists()]
+    failures: list[StageError] = []
+    contenders = passing(train, options.contenders, options, failures)
+    try:
+        contenders += untrained_beside(contenders, options)
+    except StageError as error:
+        failures.append(error)
+    measured = passing(measure, contenders, options, failures)
+    if options.timed:
+        passing(time, measured, options, failures)
+    results = [results_of(each, options) for each in contenders]
     if results:
         write_json(options.output / "results.json", results)
         tables = [overview(results)]
@@ -287,7 +348,7 @@ def main() -> int:
             tables.append(curves(results))
         (options.output / "results.md").write_text("\n\n".join(tables) + "\n", encoding="utf-8")
         Console().print((options.output / "results.md").read_text(encoding="utf-8"), markup=False, soft_wrap=True)
-    for failure in failures.values():
+    for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
     return int(bool(failures))
 

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+ADAPTED = "\\*"  # escaped: Markdown would take a bare one for emphasis
+
+
+def named(result: dict[str, Any]) -> str:
+    """A result's name, marked where the target has an adapter."""
+    return result["name"] + (ADAPTED if result["adapted"] else "")
+
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
     """A table, its first row the heading."""
@@ -14,7 +21,10 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def overview(results: Sequence[dict[str, Any]]) -> str:
-    """One row a head: size, training, mean accepted length by data set and temperature, draft time, speed."""
+    """One row a drafter: size, training, mean accepted length by data set and temperature, draft time, speed.
+
+    Those of an adapted target are marked, since the text and the plain decoding that they are held against are its own.
+    """
     columns = list(dict.fromkeys((d, t) for each in results for d, taus in each["acceptance"].items() for t in taus))
     names = [f"{data}, {'greedy' if t == '0' else f'T = {t}'}" for data, t in columns]
     rows = [["head", "parameters", "minutes", *names, "draft ms a round", "tokens/s", "x plain", "x transformers"]]
@@ -23,15 +33,16 @@ def overview(results: Sequence[dict[str, Any]]) -> str:
         speed = each.get("speedup_over", {})
         rows.append(
             [
-                each["name"],
-                f"{each['parameters'] / 1e6:.1f} M" if "parameters" in each else "-",
+                named(each),
+                f"{each['parameters'] / 1e6:.1f} M" if each["parameters"] else "0",
                 text(each.get("minutes"), 1),
                 *(text(tau, 2) for tau in taus),
                 *(text(each.get("draft_milliseconds"), 1), text(each.get("tokens_per_second"), 1)),
                 *(text(speed.get("plain"), 2), text(speed.get("transformers"), 2)),
             ]
         )
-    return markdown(rows)
+    note = f"\n\n{ADAPTED} decodes the target with an adapter that was trained along; the text is that target's."
+    return markdown(rows) + (note if any(each["adapted"] for each in results) else "")
 
 
 def by_category(results: Sequence[dict[str, Any]], data: str, temperature: str) -> str:
@@ -41,7 +52,7 @@ def by_category(results: Sequence[dict[str, Any]], data: str, temperature: str) 
     rows = [["head", *names]]
     for each in measured:
         taus = each["acceptance"][data][temperature]
-        rows.append([each["name"], *(text(taus.get(name), 2) for name in names)])
+        rows.append([named(each), *(text(taus.get(name), 2) for name in names)])
     return markdown(rows)
 
 

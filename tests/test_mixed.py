@@ -363,13 +363,42 @@ def test_greedy_text_is_that_of_transformers_when_costs_are_measured(name: str) 
         assert model.generate(**batch, max_new_tokens=NEW, do_sample=False, drafter=name, nodes="auto").equal(expected)
 
 
-@pytest.mark.parametrize("rule", ["walk", "rejection", "traversal"])
-def test_no_part_is_asked_to_draw(rule: str) -> None:
-    """Drawn children of one among another's guesses would not have the law that rules for drawn children rely on."""
-    parts = [Script(), LookUp()]
+@pytest.mark.parametrize(("rule", "drawn"), [("walk", False), ("rejection", True), ("traversal", True)])
+def test_the_first_network_draws_for_rules_that_need_it_and_no_other_part(rule: str, drawn: bool) -> None:
+    """Of two distributions at a node the second would not be what its children were drawn from."""
+    parts = [LookUp(), Script(), Script()]
     model = SpeculativeModel(Target(lm_of()), MixedDrafter(parts))
-    model.generate(**padded(FOUR), max_new_tokens=4, do_sample=True, rule=rule)
-    assert {draw for part in parts for draw in part.draws} == {None}
+    model.generate(**padded(FOUR), max_new_tokens=4, do_sample=True, rule=rule, nodes=8)
+    assert [{draw is not None for draw in part.draws} for part in parts] == [{False}, {drawn}, {False}]
+
+
+@pytest.mark.parametrize(("parts", "rule"), [("recycling+ngram", "walk"), ("recycling+head", "traversal")])
+def test_a_mix_is_decided_about_as_its_network_alone_would_be(parts: str, rule: str) -> None:
+    model = model_with_a_head("eagle3")
+    assert model.drafter_for(parts).best_rule(1.0) == rule
+    assert model.drafter_for(parts).best_rule(0.5) == "walk"
+
+
+def test_the_surer_the_others_are_the_fewer_nodes_are_drawn() -> None:
+    drawn = []
+    for confidence in (0.001, 0.3, 0.95):
+        network = Script()
+        mix = MixedDrafter([LookUp(path([5] * 20, confidence)), network])
+        mix.propose(torch.tensor([0]), Budget(16), Draw())
+        drawn.append(network.budgets[0].nodes)
+    assert drawn[0] == 16, "guesses that are worth nothing cost the network nothing"
+    assert drawn == sorted(drawn, reverse=True)
+    assert drawn[-1] < 5
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_a_ragged_batch_of_a_mix_that_draws_is_decoded_to_its_end(rule: str) -> None:
+    model = model_with_a_head("eagle3")
+    settings = {"max_new_tokens": NEW, "do_sample": True, "rule": rule, "nodes": 9, "eos_token_id": [4, 9]}
+    torch.manual_seed(3)
+    out = model.generate(**padded(FOUR), drafter="recycling+head", return_dict_in_generate=True, **settings)
+    assert out.sequences.shape[0] == len(FOUR)
+    assert not any("the walk decided" in note for note in out.acceptance.notes)
 
 
 def test_sampled_text_of_a_mix_is_that_of_its_seed_at_batch_one_whatever_the_trees_are() -> None:
@@ -378,7 +407,8 @@ def test_sampled_text_of_a_mix_is_that_of_its_seed_at_batch_one_whatever_the_tre
     for drafter in ("none", "head+recycling", "head+recycling"):
         torch.manual_seed(11)
         prompt = torch.tensor(FOUR[:1])
-        texts.append(model.generate(prompt, max_new_tokens=NEW, do_sample=True, drafter=drafter).tolist())
+        settings = {"max_new_tokens": NEW, "do_sample": True, "rule": "walk"}
+        texts.append(model.generate(prompt, drafter=drafter, **settings).tolist())
     assert texts[0] == texts[1] == texts[2]
 
 

@@ -78,6 +78,18 @@ def test_training_writes_a_head_that_loads_and_generates_the_targets_text(
     assert trainer.progress.step == trainer.total_steps
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_evaluation_on_the_way_decodes_with_the_weights_of_that_step(
+    family: str, workshop: Path, tmp_path: Path
+) -> None:
+    """Copies of weights that decoding keeps are those of the evaluation before, unless they are made anew."""
+    trainer, result = train(workshop, tmp_path / "run", f"head.family={family}", "eval.every=1", "optim.lr=3e-2")
+    afresh = mtp.load(tmp_path / "run" / "last").drafter
+    again = evaluate(afresh, trainer.held_out, trainer.config)
+    assert again["histogram"] == result["histogram"]
+    assert again["calibration"] == result["calibration"]
+
+
 def test_only_the_head_has_gradients(workshop: Path, tmp_path: Path) -> None:
     trainer, _ = train(workshop, tmp_path / "run", "optim.epochs=1")
     assert all(parameter.grad is None for parameter in trainer.target.causal_lm.parameters())

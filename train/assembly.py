@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,9 @@ def assemble(config: RunConfig, parts: Ingredients) -> Trainer:
     accelerator = parts.accelerator
     head = first_head(config, parts)
     sources = plan_sources(config, parts.target, head, parts.train, parts.held_out)
+    started = time.perf_counter()
     prepare_sources(sources, accelerator)
+    prepared = time.perf_counter() - started
     logger.info(
         "%s head, %.1f M parameters; %d training rows (%d positions), %d held-out rows",
         head.family,
@@ -99,7 +102,7 @@ def assemble(config: RunConfig, parts: Ingredients) -> Trainer:
     )
     start_tracking(accelerator, config)
     trainer = JointTrainer if config.target.adapter.rank > 0 else Trainer
-    return trainer(config, accelerator, parts.target, head, sources.train, sources.held_out, parts.tokenizer)
+    return trainer(config, accelerator, parts.target, head, sources.train, sources.held_out, parts.tokenizer, prepared)
 
 
 def prepare_sources(sources: Sources, accelerator: Accelerator) -> None:

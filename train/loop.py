@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from mtp.checkpoint import save_checkpoint
 from mtp.files import restore_folder, write_json
@@ -50,6 +51,7 @@ class Trainer:
         train: states of the training rows.
         held_out: states of the rows for evaluation.
         tokenizer: saved beside the head; may be None.
+        prepared: seconds that the states took before, for the log.
     """
 
     config: RunConfig
@@ -59,6 +61,7 @@ class Trainer:
     train: FeatureSource
     held_out: FeatureSource
     tokenizer: Any = None
+    prepared: float = 0.0
     progress: Progress = field(default_factory=Progress)
     interrupts: Interrupts = field(default_factory=Interrupts)
     _stop_agreed: bool = False
@@ -177,6 +180,8 @@ class Trainer:
         The best head so far is kept in ``output/best``.
         """
         self._collect_weights()
+        for weight in self.head.parameters():
+            increment_version(weight)  # fused optimisers leave that out, and packed copies of weights go by it
         share = self.decoding_share
         result = {**evaluate(self.head, self.held_out, self.config, share), "step": self.progress.step}
         self.log.event({"event": "evaluation", **result, "stages": result["seconds"]}, self.progress)
@@ -247,16 +252,20 @@ class Trainer:
 
     def begin(self) -> None:
         """Hand the head to the engine, at the newest checkpoint or freshly started."""
+        started = time.perf_counter()
         if self.accelerator.is_main_process:
             restore_folder(self.output / "best")
         if self.checkpoint is not None:
             check_resumable(self.accelerator, self.checkpoint, self.config)
         elif self.config.start.head is None and self.config.head.warm_start_positions > 0:
             self._warm_start()  # first: some engines take a copy of the weights when they are handed them
+        warmed = time.perf_counter() - started
         self.module, self.optimizer, self.scheduler = self._prepare()
         if self.checkpoint is not None:
             self.progress = load_state(self.accelerator, self.checkpoint)
             self.log.say(f"resuming from {self.checkpoint}, step {self.progress.step} of {self.total_steps}")
+        spent = {"features_seconds": round(self.prepared, 3), "warm_start_seconds": round(warmed, 3)}
+        self.log.event({"event": "start", **spent}, self.progress)
         world, each = self.accelerator.num_processes, self.accelerator.gradient_accumulation_steps
         self.log.say(
             f"{engine(self.accelerator)}, {world} x {self.accelerator.device.type}: {self.total_steps} steps of {each} "

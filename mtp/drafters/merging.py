@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from mtp.drafters.reliability import MOST, Reliability
 from mtp.tree import TokenTree
@@ -39,29 +41,67 @@ def merge(trees: Sequence[TokenTree], reliability: Reliability) -> Candidates:
         trees: with the same roots, and none with drawn children.
         reliability: has a group for every set of trees.
     """
-    tokens, depths, valid = (
-        torch.cat([getattr(tree, name) for tree in trees], dim=1) for name in ("tokens", "depths", "valid")
-    )
-    promises = torch.cat([_promises(tree) for tree in trees], dim=1)
-    sizes = [tree.num_nodes for tree in trees]
-    starts = [sum(sizes[:at]) for at in range(len(sizes))]
-    # A root is its own parent here.
-    above = torch.cat([tree.parents.clamp_min(0) + start for tree, start in zip(trees, starts, strict=True)], dim=1)
-    doublings = (max(sizes) - 1).bit_length()
-    same = _same_paths(tokens, depths, valid, above, doublings)
-    first = same.byte().argmax(-1)  # of several maxima the first
-    index = torch.arange(tokens.shape[1], device=tokens.device)
-    alive = same.diagonal(dim1=1, dim2=2) & (first == index)
-    bits = torch.cat([tokens.new_full((size,), 1 << at) for at, size in enumerate(sizes)])
+    tree, same = _laid_together(trees)
+    promises = torch.cat([_promises(each) for each in trees], dim=1)
+    bits = torch.cat([tree.tokens.new_full((each.num_nodes,), 1 << at) for at, each in enumerate(trees)])
     members = same.to(promises.dtype)
     promised = -torch.expm1(members @ torch.log1p(-promises.clamp_max(MOST))[..., None])[..., 0]
     group = (members @ bits.to(members.dtype)).long().clamp_max(2 ** len(trees) - 1)
     log_q = reliability.believed(promised, group).log()
     log_q[:, 0] = 0.0
-    parents = first.gather(1, above)
-    worth = torch.where(alive, _path_sums(log_q, parents, doublings).exp(), 0.0)
-    parents = torch.where(index == 0, -1, parents)
-    return Candidates(TokenTree(tokens, parents, depths, alive, log_q=log_q, worth=worth), promised, group)
+    worth = torch.where(tree.valid, _path_sums(log_q, tree.parents.clamp_min(0), _doublings(trees)).exp(), 0.0)
+    return Candidates(replace(tree, log_q=log_q, worth=worth), promised, group)
+
+
+def graft(drawn: TokenTree, guesses: TokenTree, nodes: int) -> TokenTree:
+    """Put the worthiest guesses of another tree into a drawn one, behind the drawn children of each node.
+
+    A guess that was drawn, too, is one node, with what both have below it.  Rules for drawn children keep the target's
+    distribution as long as all that was drawn stays, whatever the guesses are and however they were chosen: a guess
+    that was not drawn is accepted as often as the target would have said it at that point.
+
+    Args:
+        drawn: stays as it was drawn.
+        guesses: with their worth.
+        nodes: of the whole, more than were drawn.
+    """
+    assert drawn.q is not None
+    assert guesses.worth is not None
+    tree, _ = _laid_together([drawn, guesses])
+    first = guesses.worth.new_full(drawn.tokens.shape, 2.0)  # more than any guess is worth
+    chosen = torch.zeros_like(drawn.valid) if drawn.fixed is None else drawn.fixed
+    whole = replace(
+        tree,
+        q=F.pad(drawn.q, (0, 0, 0, guesses.num_nodes)),
+        fixed=torch.cat([chosen, torch.ones_like(guesses.valid)], dim=1),
+        worth=torch.cat([first, guesses.worth], dim=1),
+    )
+    return replace(whole.worthiest(nodes), worth=None)
+
+
+def _laid_together(trees: Sequence[TokenTree]) -> tuple[TokenTree, Tensor]:
+    """All nodes side by side ``[B, M]``, those on the path of an earlier one marked as not valid.
+
+    Returns:
+        the tree, and ``[B, M, M]`` which nodes stand for the same text.
+    """
+    tokens, depths, valid = (
+        torch.cat([getattr(tree, name) for tree in trees], dim=1) for name in ("tokens", "depths", "valid")
+    )
+    starts = accumulate([tree.num_nodes for tree in trees], initial=0)
+    # A root is its own parent here.
+    above = torch.cat([tree.parents.clamp_min(0) + start for tree, start in zip(trees, starts, strict=False)], dim=1)
+    same = _same_paths(tokens, depths, valid, above, _doublings(trees))
+    first = same.byte().argmax(-1)  # of several maxima the first
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    alive = same.diagonal(dim1=1, dim2=2) & (first == index)
+    parents = torch.where(index == 0, -1, first.gather(1, above))
+    return TokenTree(tokens, parents, depths, alive), same
+
+
+def _doublings(trees: Sequence[TokenTree]) -> int:
+    """After how many doublings of a step up the path every node of these trees is at its root."""
+    return (max(tree.num_nodes for tree in trees) - 1).bit_length()
 
 
 def _promises(tree: TokenTree) -> Tensor:

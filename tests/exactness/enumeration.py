@@ -102,6 +102,7 @@ class Guesses:
     children: list[list[int]]
     contexts: list[Tokens]
     q: Sequence[Tensor] = ()
+    fixed: Sequence[bool] = ()
 
     @classmethod
     def of(cls, tree: TokenTree, row: int = 0) -> Guesses:
@@ -109,11 +110,18 @@ class Guesses:
         contexts: list[Tokens] = [()]
         for node in range(1, tree.num_nodes):
             contexts.append((*contexts[parents[node]], tokens[node]))
-        return cls(tree.children(row), contexts, () if tree.q is None else tuple(tree.q[row].double()))
+        q = () if tree.q is None else tuple(tree.q[row].double())
+        return cls(tree.children(row), contexts, q, () if tree.fixed is None else tree.fixed[row].tolist())
 
     @property
     def tokens(self) -> list[int]:
         return [context[-1] if context else ROOT for context in self.contexts]
+
+    def drawn_from(self, node: int) -> Tensor:
+        """What a node was drawn from: its parent's ``q``, or its own token alone."""
+        if self.fixed and self.fixed[node]:
+            return torch.zeros_like(self.q[0]).index_fill(0, torch.tensor(self.tokens[node]), 1.0)
+        return self.q[next(parent for parent, below in enumerate(self.children) if node in below)]
 
 
 Proposals = list[tuple[float, Guesses]]
@@ -164,24 +172,25 @@ def top_k_tree(q: Table, width: int = 2, depth: int = 2) -> TokenTree:
     return TokenTree.from_parents(torch.tensor([tokens]), torch.tensor([parents]))
 
 
-def grown_tree(q: Table, branching: int, expanded: list[int]) -> Proposals:
+def grown(q: Table, branching: int, expanded: list[int], branches: Branches) -> TokenTree:
     """EAGLE-3's drawn growth (`_grow_drawn`) over a table: only the best of the drawn children are expanded."""
+    growth = BestFirstGrowth(torch.tensor([ROOT]), Budget(64), width=branching)
+    draw = EveryDraw(branches=branches)
+    contexts: list[Tokens] = [()]
+    for depth, width in enumerate(expanded):
+        if depth > 0:
+            tokens, parents, _ = growth.frontier(width)
+            contexts = [
+                (*contexts[parent], token)
+                for token, parent in zip(tokens[0].tolist(), parents[0].tolist(), strict=True)
+            ]
+        growth.add(torch.stack([q(context).log() for context in contexts])[None], torch.arange(q.vocab), draw)
+    return growth.drawn_tree(q.vocab)
 
-    def propose(branches: Branches) -> TokenTree:
-        growth = BestFirstGrowth(torch.tensor([ROOT]), Budget(64), width=branching)
-        draw = EveryDraw(branches=branches)
-        contexts: list[Tokens] = [()]
-        for depth, width in enumerate(expanded):
-            if depth > 0:
-                tokens, parents, _ = growth.frontier(width)
-                contexts = [
-                    (*contexts[parent], token)
-                    for token, parent in zip(tokens[0].tolist(), parents[0].tolist(), strict=True)
-                ]
-            growth.add(torch.stack([q(context).log() for context in contexts])[None], torch.arange(q.vocab), draw)
-        return growth.drawn_tree(q.vocab)
 
-    return every(propose)
+def grown_tree(q: Table, branching: int, expanded: list[int]) -> Proposals:
+    """Every tree that ``grown`` may give."""
+    return every(lambda branches: grown(q, branching, expanded, branches))
 
 
 def only(tree: TokenTree, row: int = 0) -> Proposals:
@@ -201,7 +210,7 @@ def verdicts(guesses: Guesses, verify_row: RowRule, p: Table) -> Iterator[tuple[
             guesses.children,
             guesses.tokens,
             lambda node: p(guesses.contexts[node]),
-            lambda node: guesses.q[node],
+            guesses.drawn_from,
             branches,
         )
 

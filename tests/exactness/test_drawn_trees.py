@@ -109,8 +109,8 @@ def block_verification(
     for at in range(depth + 1):
         p = target_probs(at)
         if at > 0:
-            weight = min(1.0, weight * float(target_probs(at - 1)[tokens[at]] / draft_probs(at - 1)[tokens[at]]))
-        rest = p if at == depth else (weight * p - draft_probs(at)).clamp_min(0)
+            weight = min(1.0, weight * float(target_probs(at - 1)[tokens[at]] / draft_probs(at)[tokens[at]]))
+        rest = p if at == depth else (weight * p - draft_probs(at + 1)).clamp_min(0)
         chance = weight if at == depth else float(rest.sum() / (rest.sum() + 1 - weight)) if at > 0 else 1.0
         if randomness.accept(chance):
             end, left = at, rest
@@ -134,9 +134,9 @@ def test_traversal_of_a_chain_is_block_verification() -> None:
 @pytest.mark.parametrize(
     ("verify_row", "kept"),
     [
-        pytest.param(reject_row, "q", id="rejection that leaves refused tokens in q"),
+        pytest.param(reject_row, "refused", id="rejection that leaves refused tokens in q"),
         pytest.param(reject_row, "p", id="rejection that draws from p after refusals"),
-        pytest.param(traverse_row, "q", id="traversal that leaves refused tokens in q"),
+        pytest.param(traverse_row, "refused", id="traversal that leaves refused tokens in q"),
         pytest.param(traverse_row, "p", id="traversal that draws from p after refusals"),
         pytest.param(traverse_row, "weight", id="traversal that does not take refused paths off the weight"),
     ],

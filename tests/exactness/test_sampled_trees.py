@@ -78,7 +78,7 @@ def through_sampler(raw: Table, processors: LogitsProcessorList, rule: str) -> R
         tree = TokenTree.from_parents(
             torch.tensor([tokens]),
             torch.tensor([parents]),
-            q=torch.stack([q(node) for node in range(len(tokens))])[None],
+            q=torch.stack([q(below[0]) if below else torch.zeros(V).double() for below in children])[None],
         )
         logits = torch.stack([raw(context).log() for context in Guesses.of(tree).contexts])[None]
         sampler = TargetSampler(processors, do_sample=True, randomness=randomness, rule=RULES[rule])
