@@ -250,6 +250,7 @@ class Decoder:
         cache.commit(None, counts, longest)
         logits = output.logits[torch.arange(len(prompts), device=device), inverse]
         states = TargetStates(ids, output.hidden, output.taps, counts)
+        self.drafter.refresh()
         self.drafter.share(cache)
         if known:
             self.drafter.observe(states)

@@ -333,3 +333,21 @@ def test_a_head_in_half_precision_guesses_as_it_does_in_full(family: str) -> Non
         assert found.logits.dtype == torch.bfloat16
         off = (found.logits.float() - expected.logits).square().mean().sqrt() / expected.logits.std()
         assert off < 0.05
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_that_an_optimiser_changed_are_those_of_the_next_generation(family: str) -> None:
+    """Fused ones change weights without raising their version, by which packed copies are known to be stale."""
+    target = tiny_target()
+    used, fresh = (SpeculativeModel(target, tiny_head(family, target)) for _ in range(2))
+    settings = {"max_new_tokens": 8, "do_sample": False, "nodes": 8, "return_dict_in_generate": True}
+    before = used.generate(**padded(random_prompts([6])), **settings).acceptance
+    for model in (used, fresh):
+        weights = [weight for weight in model.drafter.parameters() if weight.requires_grad]
+        for weight in weights:
+            weight.grad = torch.sin(torch.arange(weight.numel(), dtype=torch.float32)).view_as(weight)
+        torch.optim.AdamW(weights, lr=0.5, fused=True).step()
+    found, expected = (model.generate(**padded(random_prompts([6])), **settings) for model in (used, fresh))
+    assert found.acceptance.to_dict()["histogram"] == expected.acceptance.to_dict()["histogram"]
+    assert found.kept == expected.kept
+    assert before.drafted_tokens

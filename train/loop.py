@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from mtp.checkpoint import save_checkpoint
 from mtp.files import restore_folder, write_json
@@ -180,8 +179,6 @@ class Trainer:
         The best head so far is kept in ``output/best``.
         """
         self._collect_weights()
-        for weight in self.head.parameters():
-            increment_version(weight)  # fused optimisers leave that out, and packed copies of weights go by it
         share = self.decoding_share
         result = {**evaluate(self.head, self.held_out, self.config, share), "step": self.progress.step}
         self.log.event({"event": "evaluation", **result, "stages": result["seconds"]}, self.progress)

@@ -106,6 +106,10 @@ class MixedDrafter(Drafter):
     def compile_parts(self) -> list[str]:
         return [reason for part in self.parts for reason in part.compile_parts()]
 
+    def refresh(self) -> None:
+        for part in self.parts:
+            part.refresh()
+
     def share(self, cache: TreeCache) -> None:
         for part in self.parts:
             part.share(cache)

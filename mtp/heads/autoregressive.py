@@ -180,15 +180,8 @@ class AutoregressiveHead(CachingHead):
     def runs_as(self) -> str:
         return f"{super().runs_as}, {sum(part.reason is None for part in self.compiled)} parts compiled"
 
-    def start(self, states: TargetStates, capacity: int) -> None:
-        self._refresh()
-        super().start(states, capacity)
-
-    def rewind(self, length: int) -> int:
-        self._refresh()
-        return super().rewind(length)
-
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        super().refresh()
         for part in self.compiled:
             part.refresh()
 

@@ -73,6 +73,9 @@ class GrowingHead(Head):
         """Likeliest guesses while the target is rather sure, draws where it is not; measured at 0.6 and at 1."""
         return "traversal" if temperature > 0.8 else "walk"
 
+    def refresh(self) -> None:
+        self._packed.refresh()  # some optimisers change weights without counting it
+
     def start(self, states: TargetStates, capacity: int) -> None:
         self.observe(states)
 

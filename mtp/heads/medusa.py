@@ -115,6 +115,9 @@ class MedusaHead(Head):
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 
+    def refresh(self) -> None:
+        self._packed.refresh()  # some optimisers change weights without counting it
+
     def start(self, states: TargetStates, capacity: int) -> None:
         self.observe(states)
 
