@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from mtp.drafters.base import Budget, Draw, in_falling_order
+from mtp.drafters.base import Budget, Draw
 from mtp.tree import TokenTree
 
 
@@ -114,15 +113,13 @@ class BestFirstGrowth:
         costs = self.budget.costs
         if costs is None:
             return True
-        # A few dozen numbers: NumPy is done with them in a third of the time.
-        worths, above = (scores.exp().cpu().numpy() for scores in (torch.cat(self._scores, dim=1), self._open_scores))
-        last = worths[:, -self._scores[-1].shape[1] :]
+        worths = torch.cat(self._scores, dim=1).exp()
         # The next level is taken to fall off as this one did: each node's best child, then the second, and so on.
-        shares = (last.reshape(*above.shape, -1) / np.maximum(above, 1e-9)[..., None]).mean(1)
-        opened = -np.sort(-last, axis=1)[:, : self.width]
-        below = (opened[:, :, None] * shares[:, None]).reshape(len(opened), -1)
-        deeper = costs.best_of(in_falling_order(np.concatenate([worths, below], axis=1)), levels + 1)
-        return deeper[1] > costs.best_of(in_falling_order(worths), levels)[1]
+        last = self._scores[-1].unflatten(1, (self._open.shape[1], -1)).exp()
+        share = (last / self._open_scores.exp().clamp_min(1e-9)[..., None]).mean(1)
+        opened = self._scores[-1].exp().topk(min(self.width, self._scores[-1].shape[1]), dim=1).values
+        below = (opened[:, :, None] * share[:, None]).flatten(1)
+        return costs.best(torch.cat([worths, below], dim=1), levels + 1)[1] > costs.best(worths, levels)[1]
 
     def frontier(self, width: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """The nodes to expand next.

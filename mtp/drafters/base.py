@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mtp.cache import TreeCache
@@ -114,7 +112,8 @@ class RoundCosts:
         Returns:
             nodes a row, the root included, and tokens a second of a row.
         """
-        return self.best_of(in_falling_order(worths.cpu().numpy()), levels)
+        count = min(worths.shape[1], len(self.verify) - 2)
+        return self.best_of(worths.topk(count, dim=1).values.mean(0).tolist() if count > 0 else [], levels)
 
     def best_of(self, worths: Sequence[float], levels: int) -> tuple[int, float]:
         """``best`` from the rows' mean worths, in falling order."""
@@ -126,12 +125,6 @@ class RoundCosts:
         ]
         best = max(range(len(rates)), key=rates.__getitem__)
         return best + 1, rates[best]
-
-
-def in_falling_order(worths: NDArray[np.floating]) -> list[float]:
-    """The largest of each row of ``worths [B, C]``, the second largest and so on: means over the rows."""
-    ordered: list[float] = (-np.sort(-worths, axis=1)).mean(0).tolist()
-    return ordered
 
 
 @dataclass(frozen=True)
