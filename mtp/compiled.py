@@ -33,9 +33,10 @@ from mtp.native import (
     config_settings,
     configs_of,
     first_line,
+    has_hooks,
+    made_of,
     native_function,
     settings_of,
-    shapes,
     structure,
 )
 from mtp.packing import PackedProduct, can_pack
@@ -285,9 +286,7 @@ class _CompiledLayer:
         return self.is_usable and "forward" not in self.layer.__dict__
 
     def refresh(self) -> None:
-        modules = list(self.layer.modules())
-        changed = self._parts() != self._made_of
-        changed |= any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules[1:])
+        changed = self._parts() != self._made_of or has_hooks(self.layer)
         self.is_usable = not changed and all(map(can_pack, self.linears))
         for product in self.products:
             product.refresh()
@@ -299,8 +298,7 @@ class _CompiledLayer:
         return self._weights
 
     def _parts(self) -> Any:
-        """What may not change for the function to stand for the layer, beside the weights' values."""
-        return [(id(module), type(module), settings_of(module)) for module in self.layer.modules()], shapes(self.layer)
+        return settings_of(self.layer), made_of(self.layer)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ takes as long as the products do at its size.  What is compiled is kept on disk,
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 from mtp import packing
 from mtp.layer_call import LayerGraphError, grouped
 from mtp.layer_graph import Groups, call_with, export, weight_places, weights_of
-from mtp.native import Native, first_line, native_function, shapes
+from mtp.native import Native, first_line, has_hooks, made_of, native_function, shapes
 from mtp.packing import PackedProduct, can_pack
+
+logger = logging.getLogger(__name__)
 
 Function = Callable[..., tuple[Tensor, ...]]
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # root mean squares, as a share of what the function gives
@@ -39,7 +42,8 @@ class CompiledPart:
 
     def __init__(self, owner: nn.Module, function: Function, example: Sequence[Tensor], settings: str):
         self._owner, self._function = owner, function
-        self._shapes = shapes(owner)
+        self._dtypes = [tensor.dtype for tensor in example]  # native code would take others for these
+        self._made_of = made_of(owner)
         self._native: Native | None = None
         self._products: list[PackedProduct] = []
         self._weights: list[Tensor] = []  # read at the first call of a generation
@@ -47,7 +51,10 @@ class CompiledPart:
         try:
             self._compile(example, settings)
         except LayerGraphError as error:
-            self._native, self.reason = None, str(error)
+            self._give_up(str(error))
+
+    def _give_up(self, why: str) -> None:
+        self._native, self._products, self.reason = None, [], f"{self._function.__name__}: {why}"
 
     @torch.no_grad()
     def _compile(self, example: Sequence[Tensor], settings: str) -> None:
@@ -58,7 +65,7 @@ class CompiledPart:
         graph = _PartGraph(self._owner, self._function, groups, len(example))
         weights = weights_of(graph.call, groups)
         key = repr(
-            (settings, self._function.__name__, self._shapes, [(t.dtype, t.shape) for t in (*example, *weights)])
+            (settings, self._function.__name__, shapes(self._owner), [(t.dtype, t.shape) for t in (*example, *weights)])
         )
         native = native_function(key, self._owner, lambda: export(graph, example, weights))
         if isinstance(native, LayerGraphError):
@@ -71,9 +78,8 @@ class CompiledPart:
         except Exception as error:
             raise LayerGraphError(first_line(error)) from error
         for one, other in zip(found, expected, strict=True):
-            off = (one.float() - other.float()).square().mean().sqrt() / other.float().square().mean().sqrt()
-            if one.shape != other.shape or not float(off) < TOLERANCES[other.dtype]:
-                raise LayerGraphError(f"compiled, {self._function.__name__} gives something else")
+            if one.shape != other.shape or not _rms(one - other) <= TOLERANCES[other.dtype] * _rms(other):
+                raise LayerGraphError("compiled, it gives something else")
 
     def _called(self, example: Sequence[Tensor]) -> tuple[Groups, tuple[Tensor, ...]]:
         """The linear layers that a call runs through, and what it gives."""
@@ -93,20 +99,31 @@ class CompiledPart:
         return grouped(called), given
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if self._native is None or torch.is_grad_enabled():
+        native = self._native if self._can_run(tensors) else None
+        if native is None:
             return self._function(*tensors)
         if not self._weights:
-            self._weights = [getattr(owner, name) for owner, name in self._places]
-            self._weights += [operand for product in self._products for operand in product.operands()]
-        return tuple(self._native([*(tensor.contiguous() for tensor in tensors), *self._weights]))
+            weights = [getattr(owner, name) for owner, name in self._places]
+            self._weights = weights + [operand for product in self._products for operand in product.operands()]
+        return tuple(native([*(tensor.contiguous() for tensor in tensors), *self._weights]))
+
+    def _can_run(self, tensors: Sequence[Tensor]) -> bool:
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return False
+        return [tensor.dtype for tensor in tensors] == self._dtypes
 
     def refresh(self) -> None:
-        """Notice weights that were changed or moved: at the beginning of every generation."""
-        if self._native is not None and shapes(self._owner) != self._shapes:
-            self._native, self.reason = None, "its weights are of another kind by now"
+        """Notice weights that were changed or moved, and replaced modules: at the beginning of every generation."""
+        if self._native is not None and (made_of(self._owner) != self._made_of or has_hooks(self._owner)):
+            self._give_up("its weights or modules are others by now")
+            logger.warning("a part of the drafter runs as it is from now on: %s", self.reason)
         for product in self._products:
             product.refresh()
         self._weights = []
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.float().square().mean().sqrt())
 
 
 class _Call(nn.Module):

@@ -113,7 +113,7 @@ class SpeculativeModel:
         """
         with self.lock:
             report = self.target.compile(progress)
-            for reason in self.drafter.compile_parts():
+            for reason in self.drafter.compile_parts() if self.device.type == "cpu" else ():
                 logger.warning("a part of the drafter runs as it is: %s", reason)
             self._planners.clear()  # passes cost something else now
         return report

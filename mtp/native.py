@@ -1,6 +1,6 @@
-"""Native functions of decoder layers: what they depend on, and how they are made once and kept.
+"""Native functions of decoder layers and of parts of drafters: what they depend on, and how they are made and kept.
 
-A function is kept under a name made of everything its code depends on: the layer's own code and settings, the shapes
+A function is kept under a name made of everything its code depends on: the module's own code and settings, the shapes
 of its weights, how it is called, the libraries and the processor.
 """
 
@@ -60,6 +60,17 @@ def shapes(layer: nn.Module) -> list[tuple[str, tuple[int, ...], tuple[int, ...]
     return [(name, tuple(t.shape), t.stride(), str(t.dtype), str(t.device)) for name, t in tensors]
 
 
+def made_of(module: nn.Module) -> Any:
+    """What may not change below ``module`` for a native function to stand for it, beside the weights' values."""
+    return [(id(part), type(part), settings_of(part)) for part in list(module.modules())[1:]], shapes(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody listens below ``module``, or has replaced a ``forward``: a native function calls neither."""
+    parts = list(module.modules())[1:]
+    return any(part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__ for part in parts)
+
+
 def configs_of(layer: nn.Module) -> list[Any]:
     """The configs that a layer's code may read while it runs, each once."""
     return list({id(m.config): m.config for m in layer.modules() if hasattr(m, "config")}.values())
@@ -93,7 +104,13 @@ def _plain(value: Any) -> Any:
 
 def artefact(key: str, module: nn.Module) -> Path:
     """Where a module of this structure is kept, by everything that its code depends on."""
-    sources = sorted({layer_graph.__name__, *(base.__module__ for part in module.modules() for base in _mtp(part))})
+    sources = sorted(
+        {
+            layer_graph.__name__,
+            "mtp.compiled_part",
+            *(base.__module__ for part in module.modules() for base in _mtp(part)),
+        }
+    )
     what = [
         FORMAT,
         key,

@@ -3,7 +3,7 @@
 The process says ``{"ready": true}`` when it has loaded, then answers each line ``{"prompt_ids": [...],
 "max_new_tokens": n}`` on its standard input with one line on its standard output: ``{"ids": [...], "seconds": s}``, and
 if it drafts ``"rounds"``, ``"drafted"`` and ``"accepted"``, counted over this answer.  It ends with its input.
-Until it is asked it is stopped with all that it has started, so that it takes no time from those whose turn it is: an
+Until it is asked it is stopped with all of its process group, so that it takes no time from those whose turn it is: an
 engine's threads may go on spinning when there is nothing to do (vLLM's took 15 % of everybody else's speed).
 """
 
@@ -151,11 +151,10 @@ class Peer:
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):  # it had ended before it read all
                 self.process.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self._signal(signal.SIGKILL)
-            self.process.wait()
+        self._signal(signal.SIGKILL)  # with whatever it leaves behind
+        self.process.wait()
 
 
 def start_peers(
@@ -164,9 +163,11 @@ def start_peers(
     """Those that come up, one after the other; one that does not is named and left out."""
     peers = {}
     for name, command in tqdm(commands.items(), desc="starting peers", unit="peer"):
-        try:
-            peer = stack.enter_context(Peer(name, command, logs / f"{name.replace(', ', '-')}.log", end_tokens))
-            peers[name] = peer.wait_until_ready()
-        except PeerError as error:
-            logger.warning("%s is left out: %s", name, error)
+        with contextlib.ExitStack() as starting:
+            try:
+                peer = starting.enter_context(Peer(name, command, logs / f"{name.replace(', ', '-')}.log", end_tokens))
+                peers[name] = peer.wait_until_ready()
+                stack.push(starting.pop_all())
+            except PeerError as error:
+                logger.warning("%s is left out: %s", name, error)
     return peers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -85,7 +86,21 @@ def narrow(head: AutoregressiveHead) -> None:
     head.cast(torch.bfloat16)
 
 
-@pytest.mark.parametrize("happens", [change, narrow])
+def replace(head: AutoregressiveHead) -> None:
+    other = copy.deepcopy(head.midlayer.o_proj)
+    head.midlayer.o_proj = other.requires_grad_(False)
+    other.weight.neg_()
+
+
+def listen(head: AutoregressiveHead) -> None:
+    head.midlayer.o_proj.register_forward_hook(lambda module, args, output: -output)
+
+
+def other_vocabulary(head: AutoregressiveHead) -> None:
+    head.set_draft_vocabulary(head.draft_ids.flip(0))
+
+
+@pytest.mark.parametrize("happens", [change, narrow, replace, listen, other_vocabulary])
 @pytest.mark.parametrize("family", IN_PARTS)
 def test_weights_that_change_are_noticed(family: str, happens: Any, graphs: list[str]) -> None:
     target = tiny_target()
@@ -95,6 +110,78 @@ def test_weights_that_change_are_noticed(family: str, happens: Any, graphs: list
     for head in heads:
         happens(head)
     assert drafted(target, heads[1]) == drafted(target, heads[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_that_has_drafted_can_be_cast(family: str, dtype: torch.dtype) -> None:
+    target = Target(tiny_target().model.to(dtype))
+    used, fresh = tiny_head(family, target), tiny_head(family, target).cast(dtype)
+    model = SpeculativeModel(target, used)
+    for _ in range(2):
+        kept = model.generate(**padded(FOUR), max_new_tokens=8, return_dict_in_generate=True, do_sample=False).kept
+        used.cast(dtype)
+    assert len(kept) == len(drafted(target, fresh)[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_quantised_targets_precision_is_not_taken_over(family: str) -> None:
+    head = tiny_head(family, tiny_target())
+    assert {weight.dtype for weight in head.cast(torch.int8).parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("family", IN_PARTS)
+def test_under_autocast_a_part_is_the_function_itself(family: str, graphs: list[str]) -> None:
+    target = tiny_target()
+    head = tiny_head(family, target)
+    head.compile_parts()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert drafted(target, head) == drafted(target, tiny_head(family, target))
+
+
+@pytest.mark.parametrize("family", IN_PARTS)
+def test_parts_are_fed_with_what_they_were_compiled_for(family: str, graphs: list[str]) -> None:
+    """Native code takes whatever memory it is given for numbers of the kind that it was compiled for."""
+    target = Target(tiny_target().model.to(torch.bfloat16))
+    head = tiny_head(family, target).cast(torch.bfloat16)
+    assert head.compile_parts() == []
+    assert isinstance(head, AutoregressiveHead)
+    for part in head.compiled:
+        part._function = lambda *tensors: pytest.fail(f"not for {[tensor.dtype for tensor in tensors]}")
+    drafted(target, head)
+
+
+@pytest.mark.parametrize("family", IN_PARTS)
+def test_attached_again_a_head_keeps_what_was_compiled(family: str, graphs: list[str]) -> None:
+    target = tiny_target()
+    head = tiny_head(family, target)
+    head.compile_parts()
+    model = SpeculativeModel(target, head)
+    expected = drafted(target, head)
+    model.generate(**padded(FOUR), max_new_tokens=4, drafter="head+ngram", do_sample=False)
+    target.output_matrix.data.add_(0.0)
+    assert len(graphs) == 2
+    assert head.compiled
+    assert drafted(target, head) == expected
+
+
+@pytest.mark.parametrize("family", IN_PARTS)
+def test_heads_that_differ_in_what_a_graph_does_not_hold_share_it(family: str, graphs: list[str]) -> None:
+    target = tiny_target()
+    head = tiny_head(family, target)
+    head.compile_parts()
+    head.set_calibration(((0.1, 1.2),))
+    head.compile_parts()
+    assert len(graphs) == 4
+    assert len(set(graphs)) == 2
+
+
+def test_what_a_targets_logits_are_scaled_by_is_part_of_a_graph(graphs: list[str]) -> None:
+    for cap in (None, 5.0):
+        target = tiny_target()
+        target.config.final_logit_softcapping = cap
+        tiny_head("eagle", target).compile_parts()
+    assert len(set(graphs)) == len(graphs) == 4
 
 
 def test_with_gradients_a_part_is_the_function_itself(graphs: list[str]) -> None:
@@ -127,10 +214,17 @@ def test_a_part_that_gives_something_else_compiled_is_not_used(monkeypatch: pyte
         assert torch.equal(part(*EXAMPLE)[0], owner.joined(*EXAMPLE)[0])
 
 
+def test_a_part_that_gives_nothing_but_zeros_is_no_wrong_one(graphs: list[str]) -> None:
+    owner = Sum()
+    nn.init.zeros_(owner.linear.weight)
+    nn.init.zeros_(owner.linear.bias)
+    assert CompiledPart(owner, owner.joined, [EXAMPLE[0], torch.zeros_like(EXAMPLE[1])], "").reason is None
+
+
 def test_a_part_that_cannot_be_packed_says_why() -> None:
     owner = Sum().to(torch.float64)
     part = CompiledPart(owner, owner.joined, [each.double() for each in EXAMPLE], "")
-    assert part.reason == "a Linear in it cannot be packed"
+    assert part.reason == "joined: a Linear in it cannot be packed"
 
 
 def test_a_mix_compiles_what_it_is_made_of(graphs: list[str]) -> None:
@@ -141,6 +235,25 @@ def test_a_mix_compiles_what_it_is_made_of(graphs: list[str]) -> None:
     assert SpeculativeModel(target, mix).compile(progress=False).compiled
     assert mix.runs_as != before, "costs that were measured before hold no longer"
     assert drafted(target, mix) == expected
+
+
+@pytest.mark.parametrize("family", ["assistant"])
+def test_an_assistants_costs_depend_on_how_it_runs(family: str) -> None:
+    target = tiny_target()
+    assert tiny_head(family, target).runs_as != tiny_head(family, target).cast(torch.bfloat16).runs_as
+
+
+def test_an_assistants_weights_are_looked_at_when_a_text_goes_on(graphs: list[str]) -> None:
+    target = tiny_target()
+    looked: list[bool] = []
+    assistant = Assistant(tiny_target(layers=2).model).attach(target)
+    assistant.model.refresh = lambda: looked.append(True)  # type: ignore[method-assign]
+    model = SpeculativeModel(target, assistant)
+    settings = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    out = model.generate(torch.tensor(FOUR[:1]), **settings)
+    looked.clear()
+    model.generate(out.sequences, past=out.past, **settings)
+    assert looked
 
 
 def test_an_assistant_compiles_its_model(graphs: list[str]) -> None:
@@ -154,12 +267,13 @@ def test_an_assistant_compiles_its_model(graphs: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_parts_give_what_the_parts_give(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("family", IN_PARTS)
+def test_native_parts_give_what_the_parts_give(family: str, dtype: torch.dtype) -> None:
     target = Target(tiny_target().model.to(dtype))
-    head = tiny_head("eagle3", target, draft_vocab=VOCAB - 3).cast(dtype)
+    head = tiny_head(family, target, draft_vocab=VOCAB - 3).cast(dtype)
     assert head.compile_parts() == []
     assert isinstance(head, AutoregressiveHead)
     assert all(part.reason is None for part in head.compiled)
-    expected = drafted(target, tiny_head("eagle3", target, draft_vocab=VOCAB - 3).cast(dtype))
+    expected = drafted(target, tiny_head(family, target, draft_vocab=VOCAB - 3).cast(dtype))
     if dtype == torch.float32:  # rounded as coarsely as bfloat16 is, guesses change
         assert drafted(target, head) == expected

@@ -166,3 +166,11 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
+
+
+def test_a_peer_that_is_left_out_is_ended_at_once(tmp_path: Path) -> None:
+    stays = f"import os; print(os.getpid(), flush=True, file=open({str(tmp_path / 'pid')!r}, 'w')); print('{{}}')"
+    command = [sys.executable, "-c", f"{stays}; import sys; sys.stdout.flush(); sys.stdin.read()"]
+    with ExitStack() as stack:
+        assert not start_peers({"odd": command}, tmp_path, [], stack)
+        assert not is_running(int((tmp_path / "pid").read_text()))

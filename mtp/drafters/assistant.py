@@ -92,6 +92,9 @@ class Assistant(Drafter):
     def runs_as(self) -> str:
         return f"{self.model.num_compiled} layers compiled"
 
+    def refresh(self) -> None:
+        self.model.refresh()
+
     def compile_parts(self) -> list[str]:
         return list(self.model.compile(progress=False).reasons)
 

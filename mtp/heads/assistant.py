@@ -122,7 +122,10 @@ class AssistantHead(Head):
 
     @property
     def runs_as(self) -> str:
-        return self.assistant.runs_as
+        return f"{super().runs_as}, {self.assistant.runs_as}"
+
+    def refresh(self) -> None:
+        self.assistant.refresh()
 
     def compile_parts(self) -> list[str]:
         return self.assistant.compile_parts()

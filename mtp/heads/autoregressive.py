@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import fields
 from typing import ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from mtp.compiled_part import CompiledPart, Function
 from mtp.drafters.base import TargetStates
 from mtp.heads.base import Prediction, TrainingBatch
 from mtp.heads.caching import CachingHead
-from mtp.heads.layers import DraftLayer, Rotary, gather_positions
+from mtp.heads.layers import DraftLayer, LayerSizes, Rotary, gather_positions
 from mtp.heads.unrolling import Bases, UnrolledAttention, misses_own_token
 from mtp.layer_call import BATCH, LENGTH
 
@@ -197,8 +198,14 @@ class AutoregressiveHead(CachingHead):
         hidden = self.midlayer.finish(residual, attended)
         return hidden, self.guess(hidden)
 
+    @property
+    def graph_settings(self) -> str:
+        """What the parts depend on beside their code and the shapes of weights."""
+        return f"{self.family} {[(size.name, getattr(self.config, size.name)) for size in fields(LayerSizes)]}"
+
     def compile_parts(self) -> list[str]:
         self.compiled = ()
+        self.__dict__.pop("_packed", None)  # the parts have copies of their own
         layer, width = self.midlayer, self.config.hidden_size
         like, draws = layer.q_proj.weight, torch.Generator().manual_seed(0)
         # Each different: of two inputs that are one tensor, a graph would have but one.
@@ -207,9 +214,8 @@ class AutoregressiveHead(CachingHead):
             for size in (width, width, width, layer.num_heads * layer.head_dim)
         )
         positions = torch.arange(LENGTH, device=like.device).expand(BATCH, -1)
-        settings = f"{self.family} {self.config}"
         self.compiled = (
-            CompiledPart(self, self.before_attention, [embedding, hidden, positions], settings),
-            CompiledPart(self, self.after_attention, [residual, attended], settings),
+            CompiledPart(self, self.before_attention, [embedding, hidden, positions], self.graph_settings),
+            CompiledPart(self, self.after_attention, [residual, attended], self.graph_settings),
         )
         return [part.reason for part in self.compiled if part.reason is not None]

@@ -113,6 +113,9 @@ class TrainingBatch:
         return moved
 
 
+PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
+
+
 class Head(nn.Module, Drafter):
     """A small network on top of a frozen target that drafts several tokens ahead.
 
@@ -219,8 +222,11 @@ class Head(nn.Module, Drafter):
     def cast(self, dtype: torch.dtype) -> Self:
         """Keep its weights in ``dtype``, for decoding.
 
-        What inputs are scaled by, and the tables of positions, stay in the precision that they were made in.
+        What inputs are scaled by, and the tables of positions, stay in the precision that they were made in.  Where
+        ``dtype`` is that of a quantised target, in which nothing can be computed, weights stay as they are, too.
         """
+        if dtype not in PRECISIONS:
+            return self
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self

@@ -66,7 +66,7 @@ class EagleHead(TargetOutputHead):
         if self.training and self.config.noise > 0:
             reach = self.config.noise * self.input_scale[self.config.hidden_size :]
             hidden = hidden + reach * (2 * torch.rand_like(hidden) - 1)
-        return hidden
+        return hidden.to(self.fc.weight.dtype)
 
     def combine(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         weight = self.fc.weight

@@ -6,14 +6,18 @@ the very same tensor.
 
 from __future__ import annotations
 
+import inspect
 from functools import cached_property
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from mtp.heads.autoregressive import AutoregressiveHead
 from mtp.packing import PackedLinears
 from mtp.target import Target
+
+LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # what Target.scale_logits reads
 
 
 class TargetOutputHead(AutoregressiveHead):
@@ -25,8 +29,15 @@ class TargetOutputHead(AutoregressiveHead):
         self.register_load_state_dict_post_hook(lambda head, keys: head._forget_output())
 
     def attach(self, target: Target) -> Self:
+        if self._target and target is self.target:
+            return self
         super().attach(target)
         target.output_rows(self.draft_ids[:1])  # refuses a target whose output matrix cannot be read
+        self._forget_output()
+        return self
+
+    def cast(self, dtype: torch.dtype) -> Self:
+        super().cast(dtype)
         self._forget_output()
         return self
 
@@ -52,9 +63,17 @@ class TargetOutputHead(AutoregressiveHead):
         return self._output[0]
 
     def _forget_output(self) -> None:
-        """Read the output matrix again at the next use: the target or the draft vocabulary is another."""
-        self._output = ()
+        """Read the output matrix again at the next use: the target, the draft vocabulary or the precision is another.
+
+        What was compiled knows the one before; it can be compiled again.
+        """
+        self._output, self.compiled = (), ()
         self.__dict__.pop("_packed", None)
+
+    @property
+    def graph_settings(self) -> str:
+        scaling = {name: getattr(self.target.config, name, None) for name in LOGIT_SETTINGS}
+        return f"{super().graph_settings} {scaling} {inspect.getsource(Target.scale_logits)}"
 
     @cached_property
     def _packed(self) -> PackedLinears:
