@@ -141,7 +141,8 @@ def cut_short(run: Path, output: Path) -> Path:
     newest = find_checkpoint(output, "auto")
     assert newest is not None
     lines = (output / "log.jsonl").read_text().splitlines(keepends=True)
-    (output / "log.jsonl").write_text("".join(lines[: int(newest.name.removeprefix("step-"))]))
+    taken = int(newest.name.removeprefix("step-"))
+    (output / "log.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= taken))
     return output
 
 
