@@ -52,6 +52,14 @@ class TreeCacheLayer(CacheLayerMixin):
             buffer.narrow(2, end - count, count).copy_(states)
         return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
 
+    @property
+    def staged(self) -> tuple[Tensor | None, Tensor | None]:
+        """Its buffers, into which whoever has staged tokens may write their keys and values; None before there are any,
+        and where they are too small."""
+        if self.keys is None or self.keys.shape[2] < self.owner.capacity:
+            return None, None
+        return self.keys, self.values
+
     def _grown(self, buffer: Tensor) -> Tensor:
         grown = self._buffer(buffer)
         grown[:, :, : buffer.shape[2]] = buffer

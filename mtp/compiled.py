@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from mtp import layer_graph
 from mtp.attention import AttentionPass
 from mtp.layer_call import LayerCall, LayerGraphError, states_of
 from mtp.layer_graph import Site, trace, weight_places
@@ -276,7 +275,7 @@ class _CompiledLayer:
         site = self._site
         site.mask, site.cache = self._mask.find(args, kwargs), self._cache.find(args, kwargs)
         inputs = [place.find(args, kwargs).contiguous() for place in self._tensors]
-        layer_graph.current.site = site
+        site.enter()
         (states,) = self._native(inputs + (self._weights or self._read_weights()))
         site.mask = site.cache = None  # of one pass: nothing of it is kept
         return states if self._is_plain else pytree.tree_unflatten([*self._before, states, *self._behind], self._spec)

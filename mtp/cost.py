@@ -29,7 +29,7 @@ from mtp.tree import TokenTree
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
 CONTEXTS = (64, 1024)
 REPEATS = 3

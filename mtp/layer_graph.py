@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from mtp.attention import tree_attention
+from mtp import native_attention
+from mtp.attention import current_pass, tree_attention
+from mtp.cache import TreeCache
 from mtp.layer_call import BATCH, LENGTH, LayerCall, LayerGraphError, Place, states_of
 from mtp.packing import joined, multiply
 
@@ -55,6 +57,26 @@ class Site:
     module: nn.Module
     mask: Tensor | None = None
     cache: Cache | None = None
+
+    def enter(self) -> None:
+        """Be where the thread's graph is at work."""
+        current.site = self
+        if native_attention.is_loaded():
+            native_attention.expect(*self._buffers())
+
+    def _buffers(self) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+        """What native code attends to by itself, without asking for it; None where it has to ask."""
+        mask, cache = self.mask, self.cache
+        if mask is None or mask.dtype != torch.bool or not isinstance(cache, TreeCache):
+            return None, None, None
+        keys, values = cache.tree_layers[self.cache_index].staged
+        if keys is None or values is None or mask.shape[3] != cache.end:
+            return None, None, None
+        if mask.shape[2] > native_attention.MOST_QUERIES or keys.dtype not in native_attention.DTYPES:
+            return None, None, None
+        attention = current_pass()
+        attention.calls += 1
+        return keys, values, attention.bias(mask, 1, keys.dtype, keys.device)
 
 
 class _Current(threading.local):
@@ -95,6 +117,19 @@ library.impl("attend", _attend, "CPU")
 library.impl("attend", _attend_shape, "Meta")
 
 
+def load_native_attention() -> str | None:
+    """Compile layers with it from now on; returns why that is not possible, if it is not."""
+    reason = native_attention.load()
+    if reason is None:
+        _describe_native_attention()
+    return reason
+
+
+@cache
+def _describe_native_attention() -> None:
+    library.impl("attend_cached", _attend_shape, "Meta")
+
+
 # ---- tracing -------------------------------------------------------------------------------------------------------
 
 
@@ -132,7 +167,8 @@ def _traced_attention(
     if any(kwargs.get(name) is not None for name in ("position_bias", "head_mask")):
         raise LayerGraphError("it adds terms to its attention scores")
     tracing.attended += 1
-    return torch.ops.mtp.attend(query, key, value, scaling, softcap, s_aux), None
+    attend = torch.ops.mtp.attend_cached if native_attention.is_loaded() else torch.ops.mtp.attend
+    return attend(query, key, value, scaling, softcap, s_aux), None
 
 
 AttentionInterface.register(TRACING_NAME, _traced_attention)

@@ -69,6 +69,14 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     kept: list[list[bool]] | None = None
 
 
+_locks: WeakKeyDictionary[Drafter, threading.RLock] = WeakKeyDictionary()
+
+
+def lock_of(drafter: Drafter) -> threading.RLock:
+    """A drafter keeps the state of one generation: those of several threads, and of several models, take turns."""
+    return _locks.setdefault(drafter, threading.RLock())
+
+
 class SpeculativeModel:
     """A frozen target and a drafter: the target's own text, in fewer passes of the target.
 
@@ -86,9 +94,7 @@ class SpeculativeModel:
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
-        self.lock = (
-            threading.RLock()
-        )  # a drafter keeps the state of one generation: those of several threads take turns
+        self.lock = lock_of(drafter)
         self.drift = Drift(expected_length)
         self._planners: WeakKeyDictionary[Drafter | type[Drafter], CostPlanner] = WeakKeyDictionary()
         self._named: dict[str, Drafter] = {}

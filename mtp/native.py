@@ -24,7 +24,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mtp import layer_graph
+from mtp import layer_graph, native_attention
 from mtp.files import cache_folder
 from mtp.layer_call import LayerCall, LayerGraphError
 
@@ -117,7 +117,8 @@ def artefact(key: str, module: nn.Module) -> Path:
         torch.__version__,
         transformers.__version__,
         torch.backends.cpu.get_cpu_capability(),
-        _instructions(),
+        native_attention.processor(),
+        native_attention.is_loaded(),
         torch.get_num_threads(),
         *(hashlib.sha256(inspect.getsource(sys.modules[name]).encode()).hexdigest() for name in sources),
     ]
@@ -148,12 +149,6 @@ def native_function(
 def _mtp(module: nn.Module) -> list[type]:
     """Classes whose code a module runs: its own, and those of ours that this one is made of."""
     return [base for base in type(module).__mro__ if base is type(module) or base.__module__.startswith("mtp.")]
-
-
-def _instructions() -> list[str]:
-    """What this very processor can do, all of which compilers use: on another one such code would end the process."""
-    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return sorted(name for name, has in known.items() if has is True)
 
 
 def _is_whole(path: Path) -> bool:

@@ -41,6 +41,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from mtp.errors import command_line
@@ -170,13 +171,15 @@ def take_turns(contenders: Sequence[Contender]) -> None:
     """A step of each in turn until all have seen all rows, after one to warm up; then what each has learnt."""
     for contender in contenders:
         contender.ask("warm up")
-    while any(contender.left for contender in contenders):
-        for contender in contenders:
-            if contender.left:
-                contender.steps.append(contender.ask("step"))
+    with tqdm(total=sum(contender.left for contender in contenders), desc="steps of all", unit="step") as bar:
+        while any(contender.left for contender in contenders):
+            for contender in contenders:
+                if contender.left:
+                    contender.steps.append(contender.ask("step"))
+                    bar.update()
     for contender in contenders:
         contender.peak = contender.ask("peak")["bytes"]
-    for contender in contenders:
+    for contender in tqdm(contenders, desc="acceptance", unit="head"):
         contender.acceptance = contender.ask("acceptance")
 
 

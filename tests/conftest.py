@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from mtp import compiled, compiled_part
+from mtp import compiled, compiled_part, native_attention
 from mtp.layer_call import LayerGraphError
 
 settings.register_profile(
@@ -39,10 +39,18 @@ def _trees_of_a_fixed_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setenv("MTP_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.fixture(scope="session")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the whole run."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest.fixture(autouse=True)
-def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling takes seconds for each architecture; tests of it ask for it."""
+def _nothing_compiled(monkeypatch: pytest.MonkeyPatch, compiled_once: Path) -> None:
+    """Compiling takes seconds for each architecture; tests of it ask for it, and share native attention."""
     monkeypatch.setattr("serve.loading.COMPILE", False)
+    monkeypatch.setattr(native_attention, "_outcome", [])
+    monkeypatch.setattr(native_attention, "kept_at", lambda: compiled_once / "native_attention.so")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -333,6 +334,30 @@ def test_a_head_in_half_precision_guesses_as_it_does_in_full(family: str) -> Non
         assert found.logits.dtype == torch.bfloat16
         off = (found.logits.float() - expected.logits).square().mean().sqrt() / expected.logits.std()
         assert off < 0.05
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_of_a_head_that_has_drafted_has_weights_of_its_own_and_the_same_target(family: str) -> None:
+    target = tiny_target()
+    head = tiny_head(family, target)
+    settings = {"max_new_tokens": 8, "do_sample": False, "nodes": 8, "return_dict_in_generate": True}
+
+    def kept(head: Head) -> Any:
+        return SpeculativeModel(target, head).generate(**padded(random_prompts([6])), **settings).kept
+
+    before = kept(head)
+    head.compile_parts()
+    clone = copy.deepcopy(head)
+    assert clone.target is target
+    assert clone.config == head.config
+    assert kept(clone) == kept(head) == before
+    own = {parameter.data_ptr() for parameter in head.parameters()}
+    assert all(parameter.data_ptr() not in own for parameter in clone.parameters())
+    assert [p.requires_grad for p in clone.parameters()] == [p.requires_grad for p in head.parameters()]
+    for parameter in clone.parameters():
+        parameter.data.fill_(float("nan"))
+    kept(clone)
+    assert kept(head) == before
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -61,7 +61,9 @@ class AssistantHead(Head):
     reads_embeddings: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False  # its layers run inside of one pass of the library's, which is over by then
     config_class: ClassVar[type[AssistantHeadConfig]] = AssistantHeadConfig
+    of_the_moment: ClassVar[frozenset[str]] = Head.of_the_moment | {"_assistant"}
     config: AssistantHeadConfig
+    _assistant: tuple[Assistant, ...] = ()
 
     def __init__(self, config: AssistantHeadConfig):
         super().__init__(config)
@@ -73,7 +75,6 @@ class AssistantHead(Head):
             )
         self.lm = model_class(model_class.config_class.from_dict(copy.deepcopy(config.model))).float()
         self.lm.get_input_embeddings().requires_grad_(False)
-        self._assistant: tuple[Assistant, ...] = ()
 
     @classmethod
     def from_target(

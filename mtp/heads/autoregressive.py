@@ -42,6 +42,7 @@ class AutoregressiveHead(CachingHead):
     """
 
     follows_own_tokens: ClassVar[bool] = True
+    of_the_moment: ClassVar[frozenset[str]] = CachingHead.of_the_moment | {"compiled"}
     midlayer: DraftLayer
     rotary: Rotary
     compiled: tuple[CompiledPart, ...] = ()

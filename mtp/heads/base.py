@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -129,6 +130,8 @@ class Head(nn.Module, Drafter):
         estimates_hidden: whether its predictions hold an estimate of the target's hidden states.
         follows_own_tokens: whether it unrolls steps that can follow its own guesses.
         fixed_sizes: of its config, those that follow from the target and cannot be asked for.
+        of_the_moment: attributes that a copy does not take along: what belongs to a generation, is derived from the
+            weights or compiled, and the target, which the copy drafts for as well.
         recomputes: whether unrolled steps can be computed again in the backward pass instead of being kept.
         activation_checkpointing: whether they are; see ``recomputed``.
         draft_ids: ``[Vd]`` target token id of each entry of the draft vocabulary.
@@ -141,17 +144,26 @@ class Head(nn.Module, Drafter):
     follows_own_tokens: ClassVar[bool] = False
     recomputes: ClassVar[bool] = True
     fixed_sizes: ClassVar[frozenset[str]] = frozenset({"taps"})  # most families read the final hidden states alone
+    of_the_moment: ClassVar[frozenset[str]] = frozenset({"state", "_target", "_packed"})
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
     config: HeadConfig
     activation_checkpointing: bool = False
     draft_ids: Tensor
+    _target: tuple[Target, ...] = ()  # in a tuple: no submodule, whose weights would be the head's
 
     def __init__(self, config: HeadConfig):
         super().__init__()
         self.config = config
         self.taps = config.taps
         self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))
-        self._target: tuple[Target, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A head of the same weights for the same target, that has not drafted yet."""
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        kept = {name: value for name, value in self.__dict__.items() if name not in self.of_the_moment}
+        clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in kept.items()})
+        return clone.attach(self.target) if self._target else clone
 
     @classmethod
     def from_target(cls, target: Target, draft_ids: Tensor, **sizes: Any) -> Self:

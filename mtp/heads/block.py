@@ -67,10 +67,12 @@ class BlockHead(CachingHead):
 
     family: ClassVar[str] = "block"
     fixed_sizes: ClassVar[frozenset[str]] = frozenset()
+    of_the_moment: ClassVar[frozenset[str]] = CachingHead.of_the_moment | {"_block"}
     config_class: ClassVar[type[BlockConfig]] = BlockConfig
     config: BlockConfig
     feature_mean: Tensor
     feature_scale: Tensor
+    _block: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, config: BlockConfig):
         super().__init__(config)
@@ -94,7 +96,6 @@ class BlockHead(CachingHead):
         for parameter in self.confidence.parameters():
             nn.init.zeros_(parameter)
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_positions)
-        self._block: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def default_sizes(cls, target: Target, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -68,7 +69,6 @@ class MedusaHead(Head):
         self.lm_heads = nn.ModuleList(
             nn.Linear(width, config.draft_vocab_size, bias=False) for _ in range(config.steps)
         )
-        self._packed = PackedLinears(self)
 
     def guess(self, hidden: Tensor, step: int) -> Tensor:
         """Logits ``[..., Vd]`` of head ``step`` from final hidden states ``[..., H]``."""
@@ -114,6 +114,10 @@ class MedusaHead(Head):
         self.config = replace(self.config, rank_accuracy=rank_accuracy)
 
     # ---- decoding -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _packed(self) -> PackedLinears:
+        return PackedLinears(self)
 
     def refresh(self) -> None:
         self._packed.refresh()  # some optimisers change weights without counting it

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,11 @@ LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")  #
 class TargetOutputHead(AutoregressiveHead):
     """See the module's text."""
 
+    of_the_moment: ClassVar[frozenset[str]] = AutoregressiveHead.of_the_moment | {"_output"}
+    _output: tuple[nn.Linear, ...] = ()
+
     def __init__(self, config: Any):
         super().__init__(config)
-        self._output: tuple[nn.Linear, ...] = ()
         self.register_load_state_dict_post_hook(lambda head, keys: head._forget_output())
 
     def attach(self, target: Target) -> Self:

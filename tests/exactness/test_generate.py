@@ -32,7 +32,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import mtp
-from mtp.drafters import Budget, Drafter, Draw
+from mtp.drafters import Budget, Drafter, Draw, MixedDrafter, NgramDrafter
 from mtp.heads import HEADS
 from mtp.model import SpeculativeModel
 from mtp.target import Target
@@ -579,14 +579,18 @@ def test_an_adapter_counts_as_part_of_the_target_however_it_is_applied(compiled:
     assert_same("unmerged")
 
 
-def test_two_threads_on_one_target_get_their_own_text_and_leave_the_model_alone() -> None:
+@pytest.mark.parametrize("shared", [None, "eagle3", "ngram+eagle3"])
+def test_two_threads_on_one_target_get_their_own_text_and_leave_the_model_alone(shared: str | None) -> None:
+    """Each with a drafter of its own, or with one between them, which keeps the state of one generation."""
     model = tiny_model("llama")
     before, target = traces(model), Target(model)
+    head = tiny_head("eagle3", target)
+    between = {None: None, "eagle3": head, "ngram+eagle3": MixedDrafter([NgramDrafter(), head])}[shared]
     prompts = [random_prompts([5], seed) for seed in range(2)]
     expected = [model.generate(torch.tensor(prompt), max_new_tokens=40, do_sample=False) for prompt in prompts]
 
     def work(index: int) -> list[bool]:
-        mine = SpeculativeModel(target, ClutteringDrafter(nodes=9, seed=index))
+        mine = SpeculativeModel(target, between or ClutteringDrafter(nodes=9, seed=index))
         ids = torch.tensor(prompts[index])
         return [mine.generate(ids, max_new_tokens=40, do_sample=False).equal(expected[index]) for _ in range(5)]
 

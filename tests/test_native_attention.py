@@ -1,0 +1,179 @@
+"""Attention in native code: what its definition says, for every size, and the same text as without it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from tiny import FOUR, OracleDrafter, padded, random_prompts, tiny_model, tiny_target
+from torch import Tensor
+
+from mtp import SpeculativeModel, layer_graph, native_attention
+from mtp.attention import attend, mask_bias
+from mtp.packing import is_available
+from mtp.target import Target
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="this build of torch cannot pack weights")
+
+
+@pytest.fixture
+def loaded() -> None:
+    assert native_attention.load() is None
+
+
+def drawn(heads: int, kv_heads: int, length: int, keys: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Queries, keys and values as models have them (views of other layouts), and a mask ``[2, T, S]``."""
+    query = torch.randn(2, length, heads, dim).to(dtype).transpose(1, 2)
+    key, value = (torch.randn(2, kv_heads, keys + 9, dim).to(dtype).narrow(2, 0, keys) for _ in range(2))
+    mask = torch.rand(2, length, keys) < 0.7
+    mask[..., -1] = True
+    return query, key, value, mask
+
+
+def by_definition(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.double().repeat_interleave(groups, 1) for x in (key, value))
+    scores = (query.double() @ key.transpose(2, 3) * scaling).masked_fill(~mask[:, None], float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [1, 8, 24, 64, 80, 96, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (8, 1)])
+@pytest.mark.parametrize(("length", "keys"), [(1, 1), (1, 33), (2, 64), (3, 5), (7, 100), (13, 31), (32, 130)])
+def test_it_gives_what_the_definition_says(
+    loaded: None, dtype: torch.dtype, dim: int, heads: int, kv_heads: int, length: int, keys: int
+) -> None:
+    query, key, value, mask = drawn(heads, kv_heads, length, keys, dim, dtype)
+    expected = by_definition(query, key, value, mask, 0.3)
+    for groups in (1, heads // kv_heads):  # the mask once for all heads that share a key, or once for each
+        found = native_attention.attend_few(query, key, value, mask_bias(mask, groups, dtype), 0.3)
+        assert found.dtype == dtype
+        assert found.is_contiguous()
+        torch.testing.assert_close(
+            found.double(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2 * float(value.abs().max())
+        )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads_gives_the_same(loaded: None, threads: int) -> None:
+    query, key, value, mask = drawn(9, 3, 6, 50, 64, torch.float32)
+    expected = native_attention.attend_few(query, key, value, mask_bias(mask, 1, torch.float32), 0.3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = native_attention.attend_few(query, key, value, mask_bias(mask, 1, torch.float32), 0.3)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_query_that_sees_nothing_gets_zeros_and_large_scores_do_not_overflow(loaded: None) -> None:
+    query, key, value, mask = drawn(2, 1, 3, 40, 32, torch.float32)
+    mask[0, 1] = False
+    found = native_attention.attend_few(1e4 * query, key, value, mask_bias(mask, 1, torch.float32), 1.0)
+    assert found.isfinite().all()
+    assert not found[0, 1].any()
+
+
+def test_what_it_cannot_read_is_refused(loaded: None) -> None:
+    query, key, value, mask = drawn(4, 2, 3, 10, 16, torch.float32)
+    bias = mask_bias(mask, 1, torch.float32)
+    call = native_attention.attend_few
+    refused: list[Callable[[], Any]] = [
+        lambda: call(query.double(), key.double(), value.double(), bias.double(), 1.0),
+        lambda: call(query, key, value, bias.bfloat16(), 1.0),
+        lambda: call(query, key, value, bias[..., 1:], 1.0),
+        lambda: call(query, key[..., :8], value, bias, 1.0),
+        lambda: call(query, key[:1], value, bias, 1.0),
+        lambda: call(query[:, :3], key, value, bias, 1.0),
+        lambda: call(query, key, value, bias[:, :, :2], 1.0),
+    ]
+    for each in refused:
+        with pytest.raises(RuntimeError, match="mtp::attend_few: found query"):
+            each()
+
+
+def test_gradients_flow_as_without_it(loaded: None) -> None:
+    query, key, value, mask = drawn(4, 2, 3, 10, 16, torch.float32)
+    query.requires_grad_(True)
+    attend(query, key, value, mask_bias(mask, 2, torch.float32), 1.0).sum().backward()
+    assert query.grad is not None
+    assert query.grad.any()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compiled_layers_of_every_architecture_generate_the_same_text_with_it(
+    architecture: str, graphs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of rows of different lengths and single rows, trees and plain rounds, filled up and not."""
+    lm = tiny_model(architecture)
+    for batch in (1, 3):
+        inputs = padded(FOUR[:batch])
+        truth = lm.generate(**inputs, max_new_tokens=16, do_sample=False)
+        answers = truth[:, inputs["input_ids"].shape[1] :].tolist()
+        model = SpeculativeModel(Target(lm), OracleDrafter(answers, lengths=(3, 0, 5), clutter=4))
+        model.compile(progress=False)
+        assert native_attention.is_loaded()
+        assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=False), truth)
+
+
+def test_layers_attend_without_the_interpreter(graphs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = tiny_model()
+    model = SpeculativeModel.from_target(lm, "ngram")
+    model.compile(progress=False)
+    asked: list[int] = []
+    through = layer_graph.tree_attention
+
+    def counted(module: Any, query: Tensor, *rest: Any) -> Any:
+        asked.append(query.shape[2])
+        return through(module, query, *rest)
+
+    monkeypatch.setattr(layer_graph, "tree_attention", counted)
+    inputs = padded(random_prompts([39]))
+    truth = lm.generate(**inputs, max_new_tokens=16, do_sample=False)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=False), truth)
+    assert set(asked) == {39}  # the prompt, and nothing behind it
+
+
+def test_where_it_cannot_be_compiled_a_line_says_so_and_the_text_is_the_same(
+    graphs: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no compiler is to be found\nand much else")
+
+    monkeypatch.setattr(native_attention, "_load", fail)
+    lm = tiny_model()
+    inputs = padded(FOUR)
+    truth = lm.generate(**inputs, max_new_tokens=12, do_sample=False)
+    model = SpeculativeModel.from_target(lm, "ngram")
+    with caplog.at_level(logging.WARNING):
+        assert model.compile(progress=False).compiled == len(model.target.layers)
+        tiny_target().compile(progress=False)
+    assert not native_attention.is_loaded()
+    lines = [r.getMessage() for r in caplog.records if "interpreter" in r.getMessage()]
+    assert lines
+    assert lines[0].endswith("RuntimeError: no compiler is to be found")
+    assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), truth)
+
+
+def test_what_gives_something_else_than_torch_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = native_attention.attend_few
+    monkeypatch.setattr(native_attention, "attend_few", lambda *args: right(*args) + 0.1)
+    assert native_attention.load() == "it computes something else than torch does"
+    assert not native_attention.is_loaded()
+
+
+def test_it_is_kept_for_the_processor_and_the_versions_that_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    here = native_attention.kept_at()
+    assert here == native_attention.kept_at()
+    monkeypatch.setattr(native_attention, "processor", lambda: ["another"])
+    assert native_attention.kept_at() != here
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "__version__", "9.0")
+    assert native_attention.kept_at() != here
