@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the field's customary name
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from mtp import merged_attention, native_attention
+from mtp import kernels, merged_attention
 from mtp.tree import TokenTree
 
 ATTENTION_NAME = "mtp_tree"
@@ -220,8 +220,8 @@ def attend(
     if bias is None:
         triangle = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
         bias = mask_bias(triangle.expand(batch, -1, -1), groups, query.dtype)
-    if not explicit and native_attention.serves(query, key, value):
-        return native_attention.attend_few(query, key, value, bias, scaling)
+    if not explicit and kernels.attends(query, key, value):
+        return kernels.attend_few(query, key, value, bias, scaling)
     # Fold the query heads that share a key head into the query length: [B, Hkv, G * T, D].
     folded = query.reshape(batch, key.shape[1], groups * length, query.shape[-1])
     if explicit:

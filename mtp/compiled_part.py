@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtp import packing
+from mtp import kernels, packing
 from mtp.layer_call import LayerGraphError, grouped
 from mtp.layer_graph import Groups, call_with, export, weight_places, weights_of
 from mtp.native import Native, first_line, has_hooks, made_of, native_function, shapes
@@ -61,6 +61,7 @@ class CompiledPart:
         if not packing.is_available() or any(tensor.device.type != "cpu" for tensor in example):
             raise LayerGraphError("only on a CPU whose products torch can pack weights for")
         assert len({tensor.data_ptr() for tensor in example}) == len(example)
+        kernels.load()
         groups, expected = self._called(example)
         graph = _PartGraph(self._owner, self._function, groups, len(example))
         weights = weights_of(graph.call, groups)

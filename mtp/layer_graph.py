@@ -1,10 +1,10 @@
 """One decoder layer as a graph: what a compiler is given, and what the compiled layer asks for while it runs.
 
 A layer of any architecture is traced through the library's own code, with two things left out of the graph.  Products
-with packed weights are the operator ``mtp::packed_linear``, which takes these as inputs, as the graph does with all
-weights, so that one graph serves all layers that are built alike.  Attention, the cache included, is ``mtp::attend``,
-which asks the ``Site`` that is current on its thread.  What is left in between (norms, rotary positions, activations,
-sums) is what a compiler fuses.
+with packed weights are operators, ``mtp::panel_linear`` or ``mtp::packed_linear``, which take these as inputs, as the
+graph does with all weights, so that one graph serves all layers that are built alike.  Attention, the cache included,
+is ``mtp::attend_cached`` or ``mtp::attend``, which asks the ``Site`` that is current on its thread.  What is left in
+between (norms, rotary positions, activations, sums) is what a compiler fuses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from mtp import native_attention
+from mtp import kernels
 from mtp.attention import current_pass, tree_attention
 from mtp.cache import TreeCache
 from mtp.layer_call import BATCH, LENGTH, LayerCall, LayerGraphError, Place, states_of
@@ -61,8 +61,8 @@ class Site:
     def enter(self) -> None:
         """Be where the thread's graph is at work."""
         current.site = self
-        if native_attention.is_loaded():
-            native_attention.expect(*self._buffers())
+        if kernels.is_loaded():
+            kernels.expect(*self._buffers())
 
     def _buffers(self) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
         """What native code attends to by itself, without asking for it; None where it has to ask."""
@@ -72,7 +72,7 @@ class Site:
         keys, values = cache.tree_layers[self.cache_index].staged
         if keys is None or values is None or mask.shape[3] != cache.end:
             return None, None, None
-        if mask.shape[2] > native_attention.MOST_QUERIES or keys.dtype not in native_attention.DTYPES:
+        if mask.shape[2] > kernels.MOST_QUERIES or keys.dtype not in kernels.DTYPES:
             return None, None, None
         attention = current_pass()
         attention.calls += 1
@@ -117,19 +117,6 @@ library.impl("attend", _attend, "CPU")
 library.impl("attend", _attend_shape, "Meta")
 
 
-def load_native_attention() -> str | None:
-    """Compile layers with it from now on; returns why that is not possible, if it is not."""
-    reason = native_attention.load()
-    if reason is None:
-        _describe_native_attention()
-    return reason
-
-
-@cache
-def _describe_native_attention() -> None:
-    library.impl("attend_cached", _attend_shape, "Meta")
-
-
 # ---- tracing -------------------------------------------------------------------------------------------------------
 
 
@@ -167,7 +154,7 @@ def _traced_attention(
     if any(kwargs.get(name) is not None for name in ("position_bias", "head_mask")):
         raise LayerGraphError("it adds terms to its attention scores")
     tracing.attended += 1
-    attend = torch.ops.mtp.attend_cached if native_attention.is_loaded() else torch.ops.mtp.attend
+    attend = torch.ops.mtp.attend_cached if kernels.is_loaded() else torch.ops.mtp.attend
     return attend(query, key, value, scaling, softcap, s_aux), None
 
 
@@ -252,7 +239,7 @@ def weight_names(module: nn.Module, groups: Groups) -> list[str]:
 
 @contextmanager
 def products_as_operators(groups: Groups, operands: Sequence[Tensor]) -> Iterator[None]:
-    """Inside the block these linear layers are ``mtp::packed_linear``: one for each group, which shares an input.
+    """Inside the block these linear layers are operators, one for each group, which shares an input.
 
     Args:
         operands: for each group its weights, and its biases where it has any.
@@ -260,11 +247,12 @@ def products_as_operators(groups: Groups, operands: Sequence[Tensor]) -> Iterato
 
     def forward_of(group: Sequence[nn.Linear], weight: Tensor, bias: Tensor | None, shared: dict[str, Any]) -> Any:
         widths = [linear.out_features for linear in group]
+        product = torch.ops.mtp.panel_linear if kernels.multiplies(weight) else torch.ops.mtp.packed_linear
 
         def forward(at: int, x: Tensor) -> Tensor:
             if shared.get("input") is not x:
                 shared["input"] = x
-                shared["outputs"] = torch.ops.mtp.packed_linear(x, weight, bias).split(widths, dim=-1)
+                shared["outputs"] = product(x, weight, bias).split(widths, dim=-1)
             return shared["outputs"][at]
 
         return forward

@@ -24,7 +24,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mtp import layer_graph, native_attention
+from mtp import kernels, layer_graph
 from mtp.files import cache_folder
 from mtp.layer_call import LayerCall, LayerGraphError
 
@@ -117,8 +117,8 @@ def artefact(key: str, module: nn.Module) -> Path:
         torch.__version__,
         transformers.__version__,
         torch.backends.cpu.get_cpu_capability(),
-        native_attention.processor(),
-        native_attention.is_loaded(),
+        kernels.processor(),
+        kernels.is_loaded(),
         torch.get_num_threads(),
         *(hashlib.sha256(inspect.getsource(sys.modules[name]).encode()).hexdigest() for name in sources),
     ]

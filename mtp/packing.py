@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from mtp import kernels
 from mtp.huge_pages import use_huge_pages
 
 # The number of rows the packed layout is chosen for.  Measured: a layout for 16 rows serves 1 to 1024 rows as well as
@@ -45,8 +46,21 @@ def can_pack(module: nn.Module) -> bool:
     )
 
 
+def pack(weight: Tensor) -> Tensor:
+    """``[out, in]`` as products read it: in panels where ``mtp.kernels`` multiplies, else in oneDNN's order."""
+    if kernels.multiplies(weight):
+        panels = kernels.panels_of(weight)
+        use_huge_pages(panels.data_ptr(), panels.nbytes)
+        return panels
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+    use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+    return packed
+
+
 def multiply(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     """``[..., in] -> [..., out]``: the product with packed weights."""
+    if not packed.is_mkldnn:
+        return kernels.panel_linear(x, packed, bias)
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
@@ -145,9 +159,7 @@ class PackedProduct:
     def _pack(self) -> None:
         modules = [cast(nn.Linear, reference()) for reference in self._modules]
         weight, *bias = joined(modules)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
-        use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
-        self._operands = [packed, *bias]
+        self._operands = [pack(weight), *bias]
         parameters = [(m._parameters, name, m._parameters[name]) for m in modules for name in ("weight", "bias")]
         self._state = [(table, name, p, _version(p), _memory(p)) for table, name, p in parameters]
         self._samples = [_sample(p) for *_, p in parameters if p is not None]

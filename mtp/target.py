@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
-from mtp import packing
+from mtp import kernels, packing
 from mtp.anatomy import find_decoder, text_config, unwrap_adapter
 from mtp.attention import ATTENTION_NAME, AttentionPass
 from mtp.cache import TreeCache
@@ -23,14 +22,12 @@ from mtp.compat import cache_argument
 from mtp.compiled import CompiledLayers, CompileReport, RecordedPass
 from mtp.fingerprint import fingerprint
 from mtp.layer_call import BATCH, LENGTH, LayerGraphError, Recorder
-from mtp.layer_graph import TRACING_NAME, load_native_attention
+from mtp.layer_graph import TRACING_NAME
 from mtp.offload import execution_device, is_offloaded
 from mtp.packing import PackedLinears
 from mtp.patches import attention_implementation, evaluation_mode, without_layers
 from mtp.support import MASKED_BY_ARGUMENT, UnsupportedTargetError, position_limit, refuse_unsupported
 from mtp.tree import TokenTree
-
-logger = logging.getLogger(__name__)
 
 FINAL = -1  # key of the final hidden states among those captured in a pass
 
@@ -193,8 +190,7 @@ class Target:
         if self.device.type != "cpu" or not packing.is_available():
             why = f"on {self.device.type}" if self.device.type != "cpu" else "this build of torch cannot pack weights"
             return CompileReport(self.num_layers, 0, {why: self.num_layers})
-        if (reason := load_native_attention()) is not None:
-            logger.warning("attention of compiled layers goes through the interpreter: %s", reason)
+        kernels.load()
         with self._lock, evaluation_mode(self.causal_lm), torch.autocast("cpu", enabled=False):
             # While passes are recorded nothing is packed: what is compiled packs for itself, and one copy is enough.
             self._packed, self._compiled = PackedLinears(nn.Module()), None

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from mtp import compiled, compiled_part, native_attention
+from mtp import compiled, compiled_part, kernels
 from mtp.layer_call import LayerGraphError
 
 settings.register_profile(
@@ -47,10 +47,10 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled(monkeypatch: pytest.MonkeyPatch, compiled_once: Path) -> None:
-    """Compiling takes seconds for each architecture; tests of it ask for it, and share native attention."""
+    """Compiling takes seconds for each architecture; tests of it ask for it, and share the kernels."""
     monkeypatch.setattr("serve.loading.COMPILE", False)
-    monkeypatch.setattr(native_attention, "_outcome", [])
-    monkeypatch.setattr(native_attention, "kept_at", lambda: compiled_once / "native_attention.so")
+    monkeypatch.setattr(kernels, "_outcome", [])
+    monkeypatch.setattr(kernels, "kept_at", lambda source: compiled_once / f"{source.stem}.so")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import OlmoConfig, OlmoForCausalLM
 from transformers.cache_utils import Cache
 
-from mtp import SpeculativeModel, compiled, native
+from mtp import SpeculativeModel, compiled, kernels, native
 from mtp.attention import AttentionPass
 from mtp.cache import TreeCache
 from mtp.cost import Costs
@@ -340,6 +340,7 @@ def test_nothing_is_kept_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupt_leaves_the_target_as_it_was(graphs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.load()  # which products and attention use from then on, in layers that are not compiled, too
     target = tiny_target()
     packed = len(target._packed)
     expected = pass_over_trees(target, FOUR).logits
@@ -372,6 +373,7 @@ def test_a_layer_whose_function_is_wrong_runs_as_it_is(monkeypatch: pytest.Monke
         return lambda inputs: [inputs[0] * 1.5]
 
     monkeypatch.setattr(compiled, "native_function", native)
+    kernels.load()
     target = tiny_target()
     expected = pass_over_trees(target, FOUR).logits
     report = target.compile(progress=False)
@@ -382,6 +384,7 @@ def test_a_layer_whose_function_is_wrong_runs_as_it_is(monkeypatch: pytest.Monke
 
 def test_what_layers_hand_to_one_another_is_compared_too(graphs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Target, "needed_layers", frozenset())
+    kernels.load()
     target = tiny_target("gemma4")  # the compiled layers give what they should, but not to the layer that reads more
     expected = pass_over_trees(target, FOUR).logits
     assert target.compile(progress=False).compiled == 0
@@ -400,6 +403,7 @@ def test_costs_of_compiled_passes_are_kept_apart(graphs: list[str], tmp_path: Pa
 
 
 def test_without_a_compiler_all_runs_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernels, "kept_at", lambda source: tmp_path / "none" / source.stem)
     target = tiny_target()
     expected = pass_over_trees(target, FOUR).logits
     with torch._inductor.config.patch({"cpp.cxx": (str(tmp_path / "no-such-compiler"),)}):

@@ -1,4 +1,4 @@
-// Attention of a few queries to many keys, for CPUs; mtp/native_attention.py says what for.
+// Attention of a few queries to many keys, for CPUs; mtp/kernels says what for.
 //
 // A thread takes up to eight queries that share keys and values at a time, so that each key and each value is read once
 // for all of them, and their scores stay in its first cache.  Sums are in float32 whatever the tensors are.
@@ -82,15 +82,18 @@ void attend_rows(const Rows<T>& at, const Sizes& n, int64_t first, float scaling
     }
   }
   for (int64_t s = 0; s < keys; s++) {
-    std::array<Vec, R> dots;
-    dots.fill(Vec(0));
+    Vec dots[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) dots[r] = Vec(0);
     for (int64_t d = 0; d < dim; d += kStep) {
       auto [low, high] = read(at.key + s * at.key_slot + d, dim - d);
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         dots[r] = at::vec::fmadd(Vec::loadu(query + r * padded + d), low, dots[r]);
         dots[r] = at::vec::fmadd(Vec::loadu(query + r * padded + d + kLanes), high, dots[r]);
       }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++) scores[r * keys + s] = sum(dots[r]);
   }
   std::array<float, R> scale;
@@ -120,17 +123,19 @@ void attend_rows(const Rows<T>& at, const Sizes& n, int64_t first, float scaling
     scale[r] = rest > 0 ? 1 / rest : rest;
   }
   for (int64_t d = 0; d < dim; d += kStep) {
-    std::array<Vec, R> low, high;
-    low.fill(Vec(0));
-    high.fill(Vec(0));
+    Vec low[R], high[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) low[r] = high[r] = Vec(0);
     for (int64_t s = 0; s < keys; s++) {
       auto [one, two] = read(at.value + s * at.value_slot + d, dim - d);
+#pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         Vec weight(scores[r * keys + s]);
         low[r] = at::vec::fmadd(weight, one, low[r]);
         high[r] = at::vec::fmadd(weight, two, high[r]);
       }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const int64_t head = (first + r) / n.length, token = (first + r) % n.length;
       T* to = at.out + (token * n.kv_heads * n.groups + head) * dim;

@@ -1,4 +1,4 @@
-"""Attention in native code: what its definition says, for every size, and the same text as without it."""
+"""Products and attention in native code: what their definitions say, for every size, and the same text as without."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from architectures import ARCHITECTURES
 from tiny import FOUR, OracleDrafter, padded, random_prompts, tiny_model, tiny_target
 from torch import Tensor
 
-from mtp import SpeculativeModel, layer_graph, native_attention
+from mtp import SpeculativeModel, kernels, layer_graph
 from mtp.attention import attend, mask_bias
-from mtp.packing import is_available
+from mtp.packing import PackedProduct, is_available
 from mtp.target import Target
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="this build of torch cannot pack weights")
@@ -22,7 +22,85 @@ pytestmark = pytest.mark.skipif(not is_available(), reason="this build of torch 
 
 @pytest.fixture
 def loaded() -> None:
-    assert native_attention.load() is None
+    assert kernels.load() is None
+
+
+# ---- products -----------------------------------------------------------------------------------------------------
+
+
+def weight_of(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    """That ``panel_linear`` takes on this processor."""
+    weight = torch.randn(outputs, inputs).to(dtype)
+    if not kernels.multiplies(weight):
+        assert dtype == torch.bfloat16, "every processor multiplies in float32"
+        pytest.skip("this processor has no products in bfloat16")
+    return weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 40])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 2), (64, 34), (96, 576)])
+def test_products_are_what_they_should_be_and_each_row_is_as_if_it_were_alone(
+    loaded: None, dtype: torch.dtype, has_bias: bool, rows: int, outputs: int, inputs: int
+) -> None:
+    weight = weight_of(outputs, inputs, dtype)
+    bias = torch.randn(outputs).to(dtype) if has_bias else None
+    x = torch.randn(rows, inputs).to(dtype)
+    found = kernels.panel_linear(x, kernels.panels_of(weight), bias)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    limit = 1e-5 if dtype == torch.float32 else 1e-2
+    assert float((found.double() - expected).abs().max()) < limit * float(expected.abs().max())
+    alone = [kernels.panel_linear(row, kernels.panels_of(weight), bias) for row in x]
+    assert torch.equal(found, torch.stack(alone))
+
+
+def test_products_take_any_shape_and_layout_of_rows(loaded: None) -> None:
+    weight = weight_of(32, 6, torch.float32)
+    x = torch.randn(6, 3, 5)
+    expected = torch.nn.functional.linear(x.permute(2, 1, 0), weight)
+    torch.testing.assert_close(kernels.panel_linear(x.permute(2, 1, 0), kernels.panels_of(weight)), expected)
+    assert kernels.panel_linear(torch.randn(0, 6), kernels.panels_of(weight)).shape == (0, 32)
+
+
+def test_weights_that_fit_no_panels_stay_with_torch(loaded: None) -> None:
+    for weight in (torch.randn(33, 4), torch.randn(32, 5), torch.randn(32, 4).double()):
+        assert not kernels.multiplies(weight)
+    linear = torch.nn.Linear(5, 33)
+    product, x = PackedProduct([linear]), torch.randn(3, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(product(x), linear(x))
+    assert product.operands()[0].is_mkldnn
+
+
+def test_wrong_operands_of_products_are_refused(loaded: None) -> None:
+    panels = kernels.panels_of(weight_of(32, 6, torch.float32))
+    refused: list[Callable[[], Any]] = [
+        lambda: kernels.panel_linear(torch.randn(2, 5), panels),
+        lambda: kernels.panel_linear(torch.randn(2, 6).double(), panels),
+        lambda: kernels.panel_linear(torch.randn(2, 6), panels, torch.randn(31)),
+        lambda: kernels.panel_linear(torch.randn(2, 6), panels, torch.randn(32).double()),
+        lambda: kernels.panel_linear(torch.randn(2, 6), panels[:31]),
+        lambda: kernels.panel_linear(torch.randn(2, 6), panels[:, ::2]),
+    ]
+    for each in refused:
+        with pytest.raises(RuntimeError, match="mtp::panel_linear: found rows"):
+            each()
+
+
+def test_packed_layers_use_them_once_they_are_loaded(loaded: None) -> None:
+    linears = [torch.nn.Linear(8, 48), torch.nn.Linear(8, 16, bias=False)]
+    product, x = PackedProduct(linears), torch.randn(2, 3, 8)
+    with torch.no_grad():
+        expected = torch.cat([linear(x) for linear in linears], dim=-1)
+        torch.testing.assert_close(product(x), expected)
+        assert not product.operands()[0].is_mkldnn
+        linears[1].weight.data += 1  # behind autograd's back
+        product.refresh()
+        torch.testing.assert_close(product(x), torch.cat([linear(x) for linear in linears], dim=-1))
+
+
+# ---- attention ----------------------------------------------------------------------------------------------------
 
 
 def drawn(heads: int, kv_heads: int, length: int, keys: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -51,7 +129,7 @@ def test_it_gives_what_the_definition_says(
     query, key, value, mask = drawn(heads, kv_heads, length, keys, dim, dtype)
     expected = by_definition(query, key, value, mask, 0.3)
     for groups in (1, heads // kv_heads):  # the mask once for all heads that share a key, or once for each
-        found = native_attention.attend_few(query, key, value, mask_bias(mask, groups, dtype), 0.3)
+        found = kernels.attend_few(query, key, value, mask_bias(mask, groups, dtype), 0.3)
         assert found.dtype == dtype
         assert found.is_contiguous()
         torch.testing.assert_close(
@@ -62,11 +140,11 @@ def test_it_gives_what_the_definition_says(
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_any_number_of_threads_gives_the_same(loaded: None, threads: int) -> None:
     query, key, value, mask = drawn(9, 3, 6, 50, 64, torch.float32)
-    expected = native_attention.attend_few(query, key, value, mask_bias(mask, 1, torch.float32), 0.3)
+    expected = kernels.attend_few(query, key, value, mask_bias(mask, 1, torch.float32), 0.3)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = native_attention.attend_few(query, key, value, mask_bias(mask, 1, torch.float32), 0.3)
+        found = kernels.attend_few(query, key, value, mask_bias(mask, 1, torch.float32), 0.3)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -75,7 +153,7 @@ def test_any_number_of_threads_gives_the_same(loaded: None, threads: int) -> Non
 def test_a_query_that_sees_nothing_gets_zeros_and_large_scores_do_not_overflow(loaded: None) -> None:
     query, key, value, mask = drawn(2, 1, 3, 40, 32, torch.float32)
     mask[0, 1] = False
-    found = native_attention.attend_few(1e4 * query, key, value, mask_bias(mask, 1, torch.float32), 1.0)
+    found = kernels.attend_few(1e4 * query, key, value, mask_bias(mask, 1, torch.float32), 1.0)
     assert found.isfinite().all()
     assert not found[0, 1].any()
 
@@ -83,7 +161,7 @@ def test_a_query_that_sees_nothing_gets_zeros_and_large_scores_do_not_overflow(l
 def test_what_it_cannot_read_is_refused(loaded: None) -> None:
     query, key, value, mask = drawn(4, 2, 3, 10, 16, torch.float32)
     bias = mask_bias(mask, 1, torch.float32)
-    call = native_attention.attend_few
+    call = kernels.attend_few
     refused: list[Callable[[], Any]] = [
         lambda: call(query.double(), key.double(), value.double(), bias.double(), 1.0),
         lambda: call(query, key, value, bias.bfloat16(), 1.0),
@@ -106,6 +184,9 @@ def test_gradients_flow_as_without_it(loaded: None) -> None:
     assert query.grad.any()
 
 
+# ---- both, in compiled layers ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compiled_layers_of_every_architecture_generate_the_same_text_with_it(
     architecture: str, graphs: list[str], monkeypatch: pytest.MonkeyPatch
@@ -118,7 +199,7 @@ def test_compiled_layers_of_every_architecture_generate_the_same_text_with_it(
         answers = truth[:, inputs["input_ids"].shape[1] :].tolist()
         model = SpeculativeModel(Target(lm), OracleDrafter(answers, lengths=(3, 0, 5), clutter=4))
         model.compile(progress=False)
-        assert native_attention.is_loaded()
+        assert kernels.is_loaded()
         assert torch.equal(model.generate(**inputs, max_new_tokens=16, do_sample=False), truth)
 
 
@@ -146,7 +227,7 @@ def test_where_it_cannot_be_compiled_a_line_says_so_and_the_text_is_the_same(
     def fail(*args: Any) -> None:
         raise RuntimeError("no compiler is to be found\nand much else")
 
-    monkeypatch.setattr(native_attention, "_load", fail)
+    monkeypatch.setattr(kernels, "_load", fail)
     lm = tiny_model()
     inputs = padded(FOUR)
     truth = lm.generate(**inputs, max_new_tokens=12, do_sample=False)
@@ -154,26 +235,29 @@ def test_where_it_cannot_be_compiled_a_line_says_so_and_the_text_is_the_same(
     with caplog.at_level(logging.WARNING):
         assert model.compile(progress=False).compiled == len(model.target.layers)
         tiny_target().compile(progress=False)
-    assert not native_attention.is_loaded()
-    lines = [r.getMessage() for r in caplog.records if "interpreter" in r.getMessage()]
-    assert lines
-    assert lines[0].endswith("RuntimeError: no compiler is to be found")
+    assert not kernels.is_loaded()
+    lines = [r.getMessage() for r in caplog.records if "left to torch" in r.getMessage()]
+    assert lines == ["products and attention are left to torch: RuntimeError: no compiler is to be found"]
     assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), truth)
 
 
-def test_what_gives_something_else_than_torch_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = native_attention.attend_few
-    monkeypatch.setattr(native_attention, "attend_few", lambda *args: right(*args) + 0.1)
-    assert native_attention.load() == "it computes something else than torch does"
-    assert not native_attention.is_loaded()
+@pytest.mark.parametrize("name", ["attend_few", "panel_linear"])
+def test_what_gives_something_else_than_torch_is_not_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(kernels, name)
+    monkeypatch.setattr(kernels, name, lambda *args: right(*args) + 0.5)
+    assert kernels.load() == "they compute something else than torch does"
+    assert not kernels.is_loaded()
 
 
-def test_it_is_kept_for_the_processor_and_the_versions_that_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_kept_for_the_processor_and_the_versions_that_they_were_made_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.undo()
-    here = native_attention.kept_at()
-    assert here == native_attention.kept_at()
-    monkeypatch.setattr(native_attention, "processor", lambda: ["another"])
-    assert native_attention.kept_at() != here
+    here = [kernels.kept_at(source) for source in kernels.SOURCES]
+    assert len(set(here)) == len(here)
+    assert here == [kernels.kept_at(source) for source in kernels.SOURCES]
+    monkeypatch.setattr(kernels, "processor", lambda: ["another"])
+    assert not set(here) & {kernels.kept_at(source) for source in kernels.SOURCES}
     monkeypatch.undo()
     monkeypatch.setattr(torch, "__version__", "9.0")
-    assert native_attention.kept_at() != here
+    assert not set(here) & {kernels.kept_at(source) for source in kernels.SOURCES}
