@@ -102,8 +102,8 @@ class CompiledLayers:
 
     Attributes:
         report: what came of it.
-        fullest: for some numbers of rows (tokens of all texts together), the larger one that takes less time: kernels
-            for products work on several rows at once, and are at their best with as many.
+        fullest: for some numbers of rows (tokens of all texts together), the larger one that takes less time: torch's
+            products work on several rows at once, and are at their best with as many.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class CompiledLayers:
             except LayerGraphError as error:
                 reasons[str(error)] += 1
         self.report = CompileReport(len(passes[0].calls), len(self._functions), dict(reasons))
-        self.fullest = fullest([product for function in self._functions for product in function.products])
+        products = [product for function in self._functions for product in function.products]
+        self.fullest = fullest([product for product in products if product.is_of_torch])
 
     def compare(self, run: Callable[[Tensor, AttentionPass], Tensor], recorded: RecordedPass) -> None:
         """Use none of the functions if a pass with all of them does not give what was recorded.
@@ -275,8 +276,13 @@ class _CompiledLayer:
         site = self._site
         site.mask, site.cache = self._mask.find(args, kwargs), self._cache.find(args, kwargs)
         inputs = [place.find(args, kwargs).contiguous() for place in self._tensors]
+        weights = self._weights or self._read_weights()
         site.enter()
-        (states,) = self._native(inputs + (self._weights or self._read_weights()))
+        try:
+            (states,) = self._native(inputs + weights)
+        except BaseException:
+            site.leave()
+            raise
         site.mask = site.cache = None  # of one pass: nothing of it is kept
         return states if self._is_plain else pytree.tree_unflatten([*self._before, states, *self._behind], self._spec)
 
@@ -303,6 +309,8 @@ class _CompiledLayer:
 @torch.no_grad()
 def fullest(products: Sequence[PackedProduct]) -> dict[int, int]:
     """For numbers of rows up to ``MOST_ROWS``, a larger number that takes less time, where there is one; measured."""
+    if not products:
+        return {}
     seconds = dict.fromkeys(range(1, MOST_ROWS + 1), float("inf"))
     for _ in range(REPEATS):
         for rows in seconds:  # in turn, so that what else happens on the machine does not fall on one number alone

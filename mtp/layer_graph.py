@@ -51,18 +51,27 @@ class Site:
         mask: ``[B, 1, T, S]`` of this pass, or None.
         cache: of this pass.
         module: that attends, for messages.
+        is_counted: this layer counts as one that attended, since native code is expected to do it.
     """
 
     cache_index: int
     module: nn.Module
     mask: Tensor | None = None
     cache: Cache | None = None
+    is_counted: bool = False
 
     def enter(self) -> None:
         """Be where the thread's graph is at work."""
         current.site = self
+        self.is_counted = False
         if kernels.is_loaded():
             kernels.expect(*self._buffers())
+
+    def leave(self) -> None:
+        """Keep nothing of a pass that went wrong."""
+        self.mask = self.cache = None
+        if kernels.is_loaded():
+            kernels.expect(None, None, None)
 
     def _buffers(self) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
         """What native code attends to by itself, without asking for it; None where it has to ask."""
@@ -76,6 +85,7 @@ class Site:
             return None, None, None
         attention = current_pass()
         attention.calls += 1
+        self.is_counted = True
         return keys, values, attention.bias(mask, 1, keys.dtype, keys.device)
 
 
@@ -92,6 +102,8 @@ def _attend(
 ) -> Tensor:
     site = current.site
     assert site.cache is not None
+    if site.is_counted:  # native code could not do it, and has asked
+        current_pass().calls -= 1
     length, width = query.shape[2] if site.mask is None else site.mask.shape[2], query.shape[2]
     if length < width:  # rows that fill the pass up are no tokens: nothing of them is kept, and nothing attended to
         query, key, value = query.narrow(2, 0, length), key.narrow(2, 0, length), value.narrow(2, 0, length)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -19,6 +20,7 @@ from mtp.compiled import CompileReport
 from mtp.cost import Costs
 from mtp.decode import Decoder, DecodeSettings, StopRule
 from mtp.drafters import Drafter, Draw, NgramDrafter, PlainDrafter, PredictionDrafter, drafter_by_name
+from mtp.drafters.mixed import leaves
 from mtp.drafters.prediction import predicted_ids
 from mtp.growth import may_ask
 from mtp.heads import Head
@@ -72,9 +74,14 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 _locks: WeakKeyDictionary[Drafter, threading.RLock] = WeakKeyDictionary()
 
 
-def lock_of(drafter: Drafter) -> threading.RLock:
+@contextmanager
+def turn_of(*drafters: Drafter) -> Iterator[None]:
     """A drafter keeps the state of one generation: those of several threads, and of several models, take turns."""
-    return _locks.setdefault(drafter, threading.RLock())
+    involved = {id(leaf): leaf for drafter in drafters for leaf in leaves(drafter)}
+    with ExitStack() as stack:
+        for key in sorted(involved):  # in one order everywhere, so that no two wait for each other
+            stack.enter_context(_locks.setdefault(involved[key], threading.RLock()))
+        yield
 
 
 class SpeculativeModel:
@@ -94,7 +101,6 @@ class SpeculativeModel:
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
-        self.lock = lock_of(drafter)
         self.drift = Drift(expected_length)
         self._planners: WeakKeyDictionary[Drafter | type[Drafter], CostPlanner] = WeakKeyDictionary()
         self._named: dict[str, Drafter] = {}
@@ -117,7 +123,7 @@ class SpeculativeModel:
         On a CPU with a C++ compiler.  Ten seconds or so for each kind of layer the first time, two afterwards; where
         nothing can be compiled, all stays as it is and the report says why.
         """
-        with self.lock:
+        with turn_of(self.drafter):
             report = self.target.compile(progress)
             for reason in self.drafter.compile_parts() if self.device.type == "cpu" else ():
                 logger.warning("a part of the drafter runs as it is: %s", reason)
@@ -285,7 +291,7 @@ def speculate(
             raise ValueError(f"past continues a single text; found a batch of {batch_size}.")
         kept_past = past if past is not None else Past(model.target) if wants_dict and batch_size == 1 else None
         padded = input_ids.tolist()
-        with model.lock:
+        with turn_of(model.drafter, drafter):
             planner.prepare(batch_size)
             prompts = real_tokens(padded, model_kwargs.get("attention_mask"))
             rows = decoder.run(prompts, padded, kept_past)

@@ -118,7 +118,7 @@ def artefact(key: str, module: nn.Module) -> Path:
         transformers.__version__,
         torch.backends.cpu.get_cpu_capability(),
         kernels.processor(),
-        kernels.is_loaded(),
+        kernels.signature(),
         torch.get_num_threads(),
         *(hashlib.sha256(inspect.getsource(sys.modules[name]).encode()).hexdigest() for name in sources),
     ]

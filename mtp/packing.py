@@ -143,6 +143,11 @@ class PackedProduct:
             self._pack()
         return self._operands
 
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether torch multiplies, and not ``mtp.kernels``."""
+        return self.operands()[0].is_mkldnn
+
     def inputs(self, rows: int) -> Tensor:
         """``[rows, in]`` zeros, as what is multiplied."""
         weight = cast(nn.Linear, self._modules[0]()).weight

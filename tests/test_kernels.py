@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +19,10 @@ from tiny import FOUR, OracleDrafter, padded, random_prompts, tiny_model, tiny_t
 from torch import Tensor
 
 from mtp import SpeculativeModel, kernels, layer_graph
-from mtp.attention import attend, mask_bias
+from mtp.attention import AttentionPass, attend, mask_bias
 from mtp.packing import PackedProduct, is_available
 from mtp.target import Target
+from mtp.tree import TokenTree
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="this build of torch cannot pack weights")
 
@@ -77,6 +84,7 @@ def test_wrong_operands_of_products_are_refused(loaded: None) -> None:
     panels = kernels.panels_of(weight_of(32, 6, torch.float32))
     refused: list[Callable[[], Any]] = [
         lambda: kernels.panel_linear(torch.randn(2, 5), panels),
+        lambda: kernels.panel_linear(torch.randn(2, 0), panels[:, :0]),
         lambda: kernels.panel_linear(torch.randn(2, 6).double(), panels),
         lambda: kernels.panel_linear(torch.randn(2, 6), panels, torch.randn(31)),
         lambda: kernels.panel_linear(torch.randn(2, 6), panels, torch.randn(32).double()),
@@ -170,6 +178,7 @@ def test_what_it_cannot_read_is_refused(loaded: None) -> None:
         lambda: call(query, key[:1], value, bias, 1.0),
         lambda: call(query[:, :3], key, value, bias, 1.0),
         lambda: call(query, key, value, bias[:, :, :2], 1.0),
+        lambda: call(query, key, value, bias.repeat(1, 4, 1, 1), 1.0),
     ]
     for each in refused:
         with pytest.raises(RuntimeError, match="mtp::attend_few: found query"):
@@ -247,6 +256,58 @@ def test_what_gives_something_else_than_torch_is_not_used(name: str, monkeypatch
     monkeypatch.setattr(kernels, name, lambda *args: right(*args) + 0.5)
     assert kernels.load() == "they compute something else than torch does"
     assert not kernels.is_loaded()
+
+
+@pytest.mark.parametrize("setting", ["autocast", "matmul precision", "default device"])
+def test_settings_of_the_callers_do_not_make_them_look_wrong(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    precision = torch.get_float32_matmul_precision()
+    device = torch.device("meta") if setting == "default device" else nullcontext()
+    with torch.autocast("cpu", enabled=setting == "autocast"), device:
+        torch.set_float32_matmul_precision("medium" if setting == "matmul precision" else precision)
+        try:
+            assert kernels.load() is None
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+
+def test_what_is_kept_is_loaded_without_a_compiler(loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_outcome", [])
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", lambda: pytest.fail("a compiler was asked for"))
+    assert kernels.load() is None
+
+
+def test_a_spoilt_file_is_told_from_a_whole_one(loaded: None, tmp_path: Path) -> None:
+    kept = kernels.kept_at(kernels.SOURCES[0])
+    for path in (kept, kept.with_suffix(".sha256")):
+        shutil.copy(path, tmp_path)
+    copied = tmp_path / kept.name
+    assert kernels._is_whole(copied)
+    copied.write_bytes(copied.read_bytes()[:-1])
+    assert not kernels._is_whole(copied)
+    assert not kernels._is_whole(tmp_path / "none.so")
+
+
+@pytest.mark.slow
+def test_folders_may_have_spaces_in_their_names(tmp_path: Path) -> None:
+    code = "from mtp import kernels; print(kernels.load()); print(*kernels.signature()[1:])"
+    environment = {**os.environ, "MTP_CACHE": str(tmp_path / "my cache")}
+    for _ in range(2):  # compiled, and from what was kept
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert run.stdout.splitlines()[0] == "None"
+    assert len(list((tmp_path / "my cache/compiled").glob("*.so"))) == len(kernels.SOURCES)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "mistral"])
+def test_every_layer_counts_once_as_one_that_attended(architecture: str, graphs: list[str]) -> None:
+    target = tiny_target(architecture)
+    assert target.compile(progress=False).compiled == target.num_layers
+    cache = target.new_cache(1, 16)
+    target.forward(torch.tensor([[1, 2, 3]]), cache, AttentionPass.over_chain(3, cache.lengths, 0))
+    cache.commit(None, torch.tensor([3]), 3)
+    tree = TokenTree.from_parents(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]))
+    attention = AttentionPass.over_tree(tree, cache.lengths, cache.start)
+    target.forward(tree.tokens, cache, attention)
+    assert attention.calls == target.num_layers
 
 
 def test_they_are_kept_for_the_processor_and_the_versions_that_they_were_made_for(

@@ -58,7 +58,7 @@ class MixedDrafter(Drafter):
     """
 
     def __init__(self, parts: Sequence[Drafter]):
-        each = [leaf for part in parts for leaf in _leaves(part)]
+        each = [leaf for part in parts for leaf in leaves(part)]
         if len(parts) < 2 or len({id(leaf) for leaf in each}) < len(each):
             names = ", ".join(type(leaf).__name__ for leaf in each) or "none"
             raise ValueError(f"A mix needs two or more drafters, each of them once; found {names}.")
@@ -207,11 +207,9 @@ class MixedDrafter(Drafter):
         return replace(states, taps=torch.cat([layers[self.taps.index(layer)] for layer in part.taps], dim=-1))
 
 
-def _leaves(drafter: Drafter) -> list[Drafter]:
+def leaves(drafter: Drafter) -> list[Drafter]:
     """The drafters that guess: of a mix within a mix its parts."""
-    return (
-        [leaf for part in drafter.parts for leaf in _leaves(part)] if isinstance(drafter, MixedDrafter) else [drafter]
-    )
+    return [leaf for part in drafter.parts for leaf in leaves(part)] if isinstance(drafter, MixedDrafter) else [drafter]
 
 
 def _places(guesses: TokenTree, nodes: int) -> int:

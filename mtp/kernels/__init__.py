@@ -18,8 +18,10 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import tempfile
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -28,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp.files import cache_folder
+from mtp.files import cache_folder, whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -63,38 +65,89 @@ def load() -> str | None:
 
 
 def _load() -> str | None:
-    from torch._inductor.cpu_vec_isa import pick_vec_isa  # not part of torch's interface: it may be elsewhere
-
-    instructions = pick_vec_isa()
-    if not instructions:
-        return "this processor has no vector instructions that torch compiles for"
-    with ThreadPoolExecutor(len(SOURCES)) as pool:
-        for path in pool.map(lambda source: _compiled(source, instructions), SOURCES):
-            torch.ops.load_library(str(path))
+    paths = [kept_at(source) for source in SOURCES]
+    if hasattr(torch.ops.mtp, "panel_linear") and not {str(path) for path in paths} <= torch.ops.loaded_libraries:
+        return "other kernels were loaded before, and a process keeps those"  # defined twice, they would end it
+    _compile([each for each in zip(SOURCES, paths, strict=True) if not _is_whole(each[1])])
+    try:
+        _open(paths)
+    except OSError:  # made where other libraries were, say
+        _compile(list(zip(SOURCES, paths, strict=True)))
+        _open(paths)
     _describe()
-    if not all(_multiplies(dtype) and _attends(dtype) for dtype in DTYPES):
-        return "they compute something else than torch does"
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        if not all(_multiplies(dtype) and _attends(dtype) for dtype in DTYPES):
+            return "they compute something else than torch does"
     return None
 
 
-def _compiled(source: Path, instructions: Any) -> Path:
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+def _open(paths: Sequence[Path]) -> None:
+    for path in paths:
+        torch.ops.load_library(str(path))
 
-    path = kept_at(source)
-    if not path.exists():
+
+def _compile(missing: Sequence[tuple[Path, Path]]) -> None:
+    """Compile sources into the files beside them.
+
+    Raises:
+        Exception: whatever keeps compilers from it.
+    """
+    if not missing:
+        return  # where all is kept, no compiler has to be there
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions  # not part of torch's interface: it may be
+    from torch._inductor.cpu_vec_isa import pick_vec_isa  # elsewhere in another version
+
+    instructions = pick_vec_isa()
+    if not instructions:
+        raise RuntimeError("this processor has no vector instructions that torch compiles for")
+
+    def compile_one(each: tuple[Path, Path]) -> None:
+        source, path = each
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        # The builder takes no paths with spaces in them, which folders of packages and of caches may have.
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=path.parent) as beside:
+            copied = shutil.copy(source, folder)
             options = CppTorchOptions(vec_isa=instructions, include_pytorch=True, warning_all=False)
-            builder = CppBuilder(path.stem, [str(source)], options, folder)
+            builder = CppBuilder(path.stem, [copied], options, folder)
             builder.build()
-            os.replace(builder.get_target_file_path(), path)
-    return path
+            made = Path(shutil.copy(builder.get_target_file_path(), beside))
+            with whole_file(_checksum(path)) as staged:
+                staged.write_text(_digest(made), encoding="utf-8")
+            os.replace(made, path)
+
+    with ThreadPoolExecutor(len(missing)) as pool:
+        list(pool.map(compile_one, missing))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether what was kept can be loaded: code of which a part is missing or spoilt would end the process."""
+    try:
+        return _checksum(path).read_text(encoding="utf-8") == _digest(path)
+    except OSError:
+        return False
+
+
+def _checksum(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def kept_at(source: Path) -> Path:
     """Where the compiled ``source`` is kept, by everything that its code depends on."""
     what = [source.read_text(encoding="utf-8"), torch.__version__, torch.backends.cpu.get_cpu_capability(), processor()]
     return cache_folder() / "compiled" / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}.so"
+
+
+def signature() -> list[Any]:
+    """What graphs depend on that were made for these kernels, or for none."""
+    if not is_loaded():
+        return []
+    texts = [path.read_text(encoding="utf-8") for path in (Path(__file__), *SOURCES)]
+    made_for = [torch.ops.mtp.panel_width(), torch.ops.mtp.multiplies_bfloat16()]
+    return [hashlib.sha256("".join(texts).encode()).hexdigest(), *made_for]
 
 
 def processor() -> list[str]:
@@ -112,15 +165,14 @@ def _describe() -> torch.library.Library:
     def attended(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
-    library.impl("attend_cached", attended, "Meta")
+    for name in ("attend_cached", "attend_few"):
+        library.impl(name, attended, "Meta")
     return library
 
 
-@torch.no_grad()
 def _multiplies(dtype: torch.dtype) -> bool:
     """Whether products are what they should be, for rows that fill no block, with biases and without."""
-    draws = torch.Generator().manual_seed(0)
-    weight, x, bias = (torch.randn(*size, generator=draws).to(dtype) for size in ((64, 48), (3, 7, 48), (64,)))
+    weight, x, bias = (_drawn(*size).to(dtype) for size in ((64, 48), (3, 7, 48), (64,)))
     if not _fits_panels(weight):
         return dtype == torch.bfloat16  # which not every processor multiplies
     for added in (None, bias):
@@ -131,18 +183,22 @@ def _multiplies(dtype: torch.dtype) -> bool:
     return True
 
 
-@torch.no_grad()
 def _attends(dtype: torch.dtype) -> bool:
     """Whether attention is what it should be, for heads that share keys, a mask, and sizes that fill no vector."""
-    draws = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, h, t, 64, generator=draws).to(dtype) for h, t in ((6, 5), (2, 37), (2, 37)))
-    hidden = torch.rand(2, 1, 5, 37, generator=draws) < 0.3
+    query, key, value = (_drawn(2, h, t, 64).to(dtype) for h, t in ((6, 5), (2, 37), (2, 38)))
+    value = value[:, :, 1:]
+    hidden = _drawn(2, 1, 5, 37) < -0.5
     hidden[..., 0] = False
-    bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    bias = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
     found = attend_few(query, key, value, bias, 0.1)
-    scores = query.float() @ key.float().repeat_interleave(3, 1).transpose(2, 3) * 0.1 + bias.float()
-    expected = (scores.softmax(-1) @ value.float().repeat_interleave(3, 1)).transpose(1, 2)
-    return bool((found.float() - expected).abs().max() < TOLERANCE[dtype])
+    # In double precision, in which no setting of the caller's makes products less exact.
+    scores = query.double() @ key.double().repeat_interleave(3, 1).transpose(2, 3) * 0.1 + bias.double()
+    expected = (scores.softmax(-1) @ value.double().repeat_interleave(3, 1)).transpose(1, 2)
+    return bool((found.double() - expected).abs().max() < TOLERANCE[dtype])
+
+
+def _drawn(*size: int) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator("cpu").manual_seed(sum(size)), device="cpu")
 
 
 # ---- products -----------------------------------------------------------------------------------------------------
@@ -154,8 +210,12 @@ def multiplies(weight: Tensor) -> bool:
 
 
 def _fits_panels(weight: Tensor) -> bool:
-    has_type = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and torch.ops.mtp.multiplies_bfloat16())
-    return has_type and weight.shape[0] % torch.ops.mtp.panel_width() == 0 and weight.shape[1] % 2 == 0
+    outputs, inputs = weight.shape
+    if not (outputs and inputs) or outputs % torch.ops.mtp.panel_width() or inputs % 2:
+        return False
+    if weight.dtype == torch.bfloat16:  # oneDNN has tiles for it on processors with AMX, which read prompts faster
+        return torch.ops.mtp.multiplies_bfloat16() and "amx_bf16" not in processor()
+    return weight.dtype == torch.float32
 
 
 def panels_of(weight: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ bool fits(const at::Tensor& query, const at::Tensor& key, const at::Tensor& valu
   };
   return (dtype == at::kFloat || dtype == at::kBFloat16) && key.size(3) == dim &&
          value.size(3) == dim && value.size(1) == key.size(1) && is_readable(query) && is_readable(key) && is_readable(value) && is_readable(bias) &&
-         query.size(1) % key.size(1) == 0;
+         bias.size(1) == 1 && key.size(1) > 0 && query.size(1) % key.size(1) == 0;
 }
 
 // ---- by itself ------------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ at::Tensor panel_linear(const at::Tensor& x, const at::Tensor& panels, const std
   const auto dtype = panels.scalar_type();
   TORCH_CHECK((dtype == at::kFloat || (dtype == at::kBFloat16 && kHasBFloat16)) && x.scalar_type() == dtype &&
                   panels.dim() == 2 && panels.is_contiguous() && panels.size(0) % kPanel == 0 &&
-                  panels.size(1) % 2 == 0 && x.dim() > 0 && x.size(-1) == panels.size(1) &&
+                  panels.size(1) > 0 && panels.size(1) % 2 == 0 && x.dim() > 0 && x.size(-1) == panels.size(1) &&
                   (!bias || (bias->scalar_type() == dtype && bias->is_contiguous() && bias->numel() == panels.size(0))),
               "mtp::panel_linear: found rows ", x.sizes(), " of ", x.scalar_type(), " and panels ", panels.sizes(),
               " of ", dtype);

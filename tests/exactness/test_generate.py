@@ -579,20 +579,21 @@ def test_an_adapter_counts_as_part_of_the_target_however_it_is_applied(compiled:
     assert_same("unmerged")
 
 
-@pytest.mark.parametrize("shared", [None, "eagle3", "ngram+eagle3"])
+@pytest.mark.parametrize("shared", [None, "eagle3", "ngram+eagle3", "asked for"])
 def test_two_threads_on_one_target_get_their_own_text_and_leave_the_model_alone(shared: str | None) -> None:
     """Each with a drafter of its own, or with one between them, which keeps the state of one generation."""
     model = tiny_model("llama")
     before, target = traces(model), Target(model)
     head = tiny_head("eagle3", target)
-    between = {None: None, "eagle3": head, "ngram+eagle3": MixedDrafter([NgramDrafter(), head])}[shared]
+    between = {"eagle3": head, "ngram+eagle3": MixedDrafter([NgramDrafter(), head])}.get(shared or "")
+    asked = {"drafter": head} if shared == "asked for" else {}
     prompts = [random_prompts([5], seed) for seed in range(2)]
     expected = [model.generate(torch.tensor(prompt), max_new_tokens=40, do_sample=False) for prompt in prompts]
 
     def work(index: int) -> list[bool]:
         mine = SpeculativeModel(target, between or ClutteringDrafter(nodes=9, seed=index))
-        ids = torch.tensor(prompts[index])
-        return [mine.generate(ids, max_new_tokens=40, do_sample=False).equal(expected[index]) for _ in range(5)]
+        ids, settings = torch.tensor(prompts[index]), {"max_new_tokens": 40, "do_sample": False, **asked}
+        return [mine.generate(ids, **settings).equal(expected[index]) for _ in range(5)]
 
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(work, range(2)))
