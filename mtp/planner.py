@@ -90,6 +90,9 @@ FORGET = 0.9  # weight of what was known, a round later: about ten rounds count
 MARGIN = 0.97  # drafting goes on while it is at least this fast as plain decoding
 FIRST_ROUNDS = 2  # decoded plainly before anything else: what they take is what drafting has to beat
 FIRST_REST, LONGEST_REST = 16, 128  # rounds decoded plainly before drafting is tried again
+NEW_TEXT_REST = 0.25  # of the next rest: as much at most is carried over to a text ...
+SHORT_PROMPT = 256  # ... of at most so many tokens, which a drafter reads in no time
+TRIAL_TOKENS, TRIAL_TIME = 1.6, 1.0  # what a trial begins with: one bad round does not end it, two or three do
 TRUST_RANGE = (0.1, 1.5)
 FIRST_AHEAD = (8, 3)  # nodes and levels of the first tree that is sized ahead
 FAITH = 2.0  # rounds' worth of the acceptance that was measured, before any is seen
@@ -118,7 +121,8 @@ class CostPlanner(Planner):
     Two things are learnt as rounds go by, in one generation after the other.  ``trust`` compares accepted guesses with
     what the drafter's confidences promised: on text that the heads were not trained for they promise too much.  And
     the speed of drafted rounds is held against that of plain ones.  When drafting falls behind it rests, and is tried
-    again for one round after a while; every trial that fails doubles the rest.
+    again after a while; every trial that fails doubles the rest.  Most of a rest ends with the text, since the next one
+    may be of another kind, unless its prompt is so long that reading it for a trial would cost more than it may win.
 
     Times are counted in plain rounds of the same batch and context, so that rows that end and texts that grow change
     nothing.
@@ -145,13 +149,18 @@ class CostPlanner(Planner):
         self._weight = FAITH
         self._kept = self._promised = FAITH * (expected - 1)
         self._last: RoundCosts | None = None
+        self._begins = True  # a text
 
     def prepare(self, batch: int) -> None:
         """Measure what is not known yet, before a generation begins."""
         self.costs.prepare(batch)
+        self._begins = True
 
     def budget(self, context: int, batch: int) -> Budget | None:
         self._last = self.costs.table(batch).of_round(context, self.nodes)
+        if self._begins and context <= SHORT_PROMPT:
+            self.resting = min(self.resting, int(NEW_TEXT_REST * self._next_rest))
+        self._begins = False
         if self.resting > 0:
             self.resting -= 1
             return None
@@ -228,6 +237,6 @@ class CostPlanner(Planner):
         self.trust = min(max(self._kept / max(self._promised, 1e-6), low), high)
 
     def _begin_trial(self) -> None:
-        """The next round is drafted in good faith, and judged nearly alone."""
-        self._tokens, self._time = 1.0, self._plain
+        """The next rounds are drafted in good faith, and judged nearly alone."""
+        self._tokens, self._time = TRIAL_TOKENS, TRIAL_TIME * self._plain
         self._kept = self._promised = self.trust = 1.0

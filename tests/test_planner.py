@@ -58,16 +58,23 @@ class Outcome:
 
 
 def simulate(
-    table: CostTable, honesty: Callable[[int], float], tokens: int = 4000, seed: int = 0, noise: float = 0.05
+    table: CostTable,
+    honesty: Callable[[int], float],
+    tokens: int = 4000,
+    seed: int = 0,
+    noise: float = 0.05,
+    planner: CostPlanner | None = None,
+    context: int = 64,
 ) -> Outcome:
     """Rounds of a drafter that promises the same every time; ``honesty(token)`` of its promises are kept."""
     rng = random.Random(seed)
-    planner = CostPlanner(KnownCosts(table), nodes=32)
+    planner = planner or CostPlanner(KnownCosts(table), nodes=32)
+    planner.prepare(1)
     # Conditional acceptance by depth 0.6, shared by the ranks: worths of a plausible tree.
     worths = torch.tensor([[0.6**depth * 0.7 * 0.3**rank for depth in range(1, 6) for rank in range(4)]])
     out = Outcome(0, 0.0, 0, [])
     while out.tokens < tokens:
-        budget = planner.budget(64, 1)
+        budget = planner.budget(context, 1)
         wobble = 1 + rng.uniform(-noise, noise)
         plain = table.of_round(64, 32)
         if budget is None:
@@ -118,6 +125,36 @@ def test_drafting_stops_when_text_drifts_away_and_starts_again_when_it_comes_bac
     ideal = simulate(CPU, lambda _: 1.0, tokens=4000).seconds + 2000
     assert out.seconds < 1.05 * ideal
     assert out.drafted < simulate(CPU, lambda _: 1.0, tokens=6000).drafted
+
+
+def texts(kinds: list[float], context: int = 64, seed: int = 0) -> list[Outcome]:
+    """Texts of 96 tokens one after the other, each as honest as it is, behind prompts of ``context`` tokens."""
+    planner = CostPlanner(KnownCosts(CPU), nodes=32)
+    return [
+        simulate(CPU, lambda _, kind=kind: kind, 96, 100 * seed + at, planner=planner, context=context)  # type: ignore[misc]
+        for at, kind in enumerate(kinds)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_texts_on_which_drafting_fails_spoil_none_behind_them(seed: int) -> None:
+    after = texts([0.0] * 3 + [1.0] * 4, seed=seed)[3:]
+    ideal = texts([1.0] * 4, seed=seed)
+    lost = sum(out.seconds for out in after) - sum(out.seconds for out in ideal)
+    assert lost < 16  # rounds of some 250, the rest of the first of them among these
+    assert all(out.drafted > 30 for out in after[1:])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_short_texts_on_which_drafting_fails_cost_at_most_three_percent(seed: int) -> None:
+    out = texts([0.05] * 12, seed=seed)
+    assert sum(each.tokens for each in out) / sum(each.seconds for each in out) > 0.97
+
+
+def test_behind_long_prompts_a_rest_goes_on() -> None:
+    """A trial would have the drafter read the prompt."""
+    assert sum(out.drafted for out in texts([0.0] * 12, context=2000)) < sum(out.drafted for out in texts([0.0] * 12))
+    assert texts([0.0] * 12, context=2000)[-1].drafted <= 2
 
 
 def test_a_table_that_promises_too_much_is_found_out_by_the_clock() -> None:
