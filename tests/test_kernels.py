@@ -17,6 +17,7 @@ import torch
 from architectures import ARCHITECTURES
 from tiny import FOUR, OracleDrafter, padded, random_prompts, tiny_model, tiny_target
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from mtp import SpeculativeModel, kernels, layer_graph
 from mtp.attention import AttentionPass, attend, mask_bias
@@ -285,6 +286,51 @@ def test_a_spoilt_file_is_told_from_a_whole_one(loaded: None, tmp_path: Path) ->
     copied.write_bytes(copied.read_bytes()[:-1])
     assert not kernels._is_whole(copied)
     assert not kernels._is_whole(tmp_path / "none.so")
+
+
+def test_other_kernels_than_those_of_this_process_are_not_loaded_beside_them(
+    loaded: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Operators that are defined twice end a process."""
+    monkeypatch.setattr(kernels, "_outcome", [])
+    monkeypatch.setattr(kernels, "kept_at", lambda source: tmp_path / source.stem)
+    assert kernels.load() == "other kernels were loaded before, and a process keeps those"
+
+
+def test_halves_are_left_to_tiles_where_there_are_some(loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = weight_of(32, 8, torch.bfloat16)
+    monkeypatch.setattr(kernels, "processor", lambda: ["amx_bf16"])
+    assert not kernels.multiplies(weight)
+    assert kernels.multiplies(weight.float())
+
+
+def test_graphs_know_the_shapes_of_what_they_give(loaded: None) -> None:
+    query, key, value, mask = drawn(4, 2, 3, 10, 16, torch.float32)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(x) for x in (query, key, value, mask_bias(mask, 1, torch.float32))]
+        assert kernels.attend_few(*fake, 0.3).shape == (2, 3, 4, 16)
+        assert kernels.panel_linear(fake[0], mode.from_tensor(torch.zeros(32, 16))).shape == (2, 4, 3, 32)
+
+
+def test_a_pass_that_goes_wrong_leaves_nothing_of_itself_behind(graphs: list[str]) -> None:
+    target = tiny_target()
+    target.compile(progress=False)
+    assert target._compiled is not None
+    function = target._compiled._functions[0]
+
+    def fail(inputs: Any) -> Any:
+        raise MemoryError
+
+    whole, function._native = function._native, fail
+    ids = torch.tensor([[1, 2, 3]])
+    cache = target.new_cache(1, 16)
+    with pytest.raises(MemoryError):
+        target.forward(ids, cache, AttentionPass.over_chain(3, cache.lengths, 0))
+    assert function._site.mask is None
+    assert function._site.cache is None
+    function._native = whole
+    found = target.forward(ids, target.new_cache(1, 16), AttentionPass.over_chain(3, cache.lengths, 0)).logits
+    torch.testing.assert_close(found, target.model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
