@@ -25,13 +25,13 @@ from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from mtp.attention import AttentionPass
+from mtp.errors import first_line
 from mtp.layer_call import LayerCall, LayerGraphError, states_of
 from mtp.layer_graph import Site, trace, weight_places
 from mtp.native import (
     Native,
     config_settings,
     configs_of,
-    first_line,
     has_hooks,
     made_of,
     native_function,

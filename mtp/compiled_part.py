@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from mtp import kernels, packing
+from mtp.errors import first_line
 from mtp.layer_call import LayerGraphError, grouped
 from mtp.layer_graph import Groups, call_with, export, weight_places, weights_of
-from mtp.native import Native, first_line, has_hooks, made_of, native_function, shapes
+from mtp.native import Native, has_hooks, made_of, native_function, shapes
 from mtp.packing import PackedProduct, can_pack
 
 logger = logging.getLogger(__name__)

@@ -67,3 +67,8 @@ def command_line(main: Callable[P, R]) -> Callable[P, R]:
             raise SystemExit(INTERRUPTED) from None
 
     return program
+
+
+def first_line(error: Exception) -> str:
+    """An error of the compiler's, some of which fill pages."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"

@@ -120,8 +120,8 @@ class SpeculativeModel:
 
         See ``mtp.compiled``; the report is on the target's.
 
-        On a CPU with a C++ compiler.  Ten seconds or so for each kind of layer the first time, two afterwards; where
-        nothing can be compiled, all stays as it is and the report says why.
+        On a CPU with a C++ compiler.  Ten seconds or so for each kind of layer, and for ``mtp.kernels``, the first
+        time, two afterwards; where nothing can be compiled, all stays as it is and the report says why.
         """
         with turn_of(self.drafter):
             report = self.target.compile(progress)

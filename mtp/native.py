@@ -25,6 +25,7 @@ import transformers
 from torch import Tensor, nn
 
 from mtp import kernels, layer_graph
+from mtp.errors import first_line
 from mtp.files import cache_folder
 from mtp.layer_call import LayerCall, LayerGraphError
 
@@ -158,11 +159,6 @@ def _is_whole(path: Path) -> bool:
             return package.testzip() is None
     except Exception:  # no file, or one that is spoilt in one of many ways
         return False
-
-
-def first_line(error: Exception) -> str:
-    """An error of the compiler's, some of which fill pages."""
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
 
 
 @cache

@@ -297,6 +297,23 @@ def test_other_kernels_than_those_of_this_process_are_not_loaded_beside_them(
     assert kernels.load() == "other kernels were loaded before, and a process keeps those"
 
 
+def test_what_cannot_be_opened_is_made_again_and_nothing_else(loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been opened may not be made again: opened twice, it would end the process."""
+    monkeypatch.setattr(kernels, "_outcome", [])
+    through, made = torch.ops.load_library, []
+
+    def open_library(path: str) -> None:
+        if Path(path).stem == "attention" and not any(made):
+            raise OSError("it wants another libc")
+        through(path)
+
+    monkeypatch.setattr(torch.ops, "load_library", open_library)
+    monkeypatch.setattr(kernels, "_compile", made.append)
+    assert kernels.load() is None
+    attention = kernels.SOURCES[1]
+    assert made == [[], [(attention, kernels.kept_at(attention))]]
+
+
 def test_halves_are_left_to_tiles_where_there_are_some(loaded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weight_of(32, 8, torch.bfloat16)
     monkeypatch.setattr(kernels, "processor", lambda: ["amx_bf16"])

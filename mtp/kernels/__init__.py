@@ -2,7 +2,7 @@
 
 ``linear.cpp`` multiplies with weights that lie in panels.  Few rows are a matter of reading weights, once and in one
 stream: all products of a pass of SmolLM2-135M over one to eight nodes take 7 ms in bfloat16 and 13 in float32 on two
-AVX-512 cores, where oneDNN takes 11 to 13 and 18 to 23; with 16 to 700 rows both take the same.
+AVX-512 cores, where oneDNN takes 11 to 13 and 18 to 23; with hundreds of rows both take the same.
 
 ``attention.cpp`` attends from a few nodes to a long text.  torch's kernel is made for many queries: for one node behind
 256 tokens, 9 heads over 3, it takes 38 us, and this one 14.  In a compiled layer it also writes the cache, so that
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtp.errors import first_line
 from mtp.files import cache_folder, whole_file
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def load() -> str | None:
                 reason = _load()
             except Exception as error:  # compilers fail in many ways, and none of them may stop a generation
                 logger.debug("native code cannot be used", exc_info=True)
-                reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:200]}"
+                reason = first_line(error)
             _outcome.append(reason)
             if reason is not None:
                 logger.warning("products and attention are left to torch: %s", reason)
@@ -68,22 +69,19 @@ def _load() -> str | None:
     paths = [kept_at(source) for source in SOURCES]
     if hasattr(torch.ops.mtp, "panel_linear") and not {str(path) for path in paths} <= torch.ops.loaded_libraries:
         return "other kernels were loaded before, and a process keeps those"  # defined twice, they would end it
-    _compile([each for each in zip(SOURCES, paths, strict=True) if not _is_whole(each[1])])
-    try:
-        _open(paths)
-    except OSError:  # made where other libraries were, say
-        _compile(list(zip(SOURCES, paths, strict=True)))
-        _open(paths)
+    pairs = list(zip(SOURCES, paths, strict=True))
+    _compile([each for each in pairs if not _is_whole(each[1])])
+    for each in pairs:
+        try:
+            torch.ops.load_library(str(each[1]))
+        except OSError:  # made where other libraries were, say; what has been loaded already must not be made again
+            _compile([each])
+            torch.ops.load_library(str(each[1]))
     _describe()
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         if not all(_multiplies(dtype) and _attends(dtype) for dtype in DTYPES):
             return "they compute something else than torch does"
     return None
-
-
-def _open(paths: Sequence[Path]) -> None:
-    for path in paths:
-        torch.ops.load_library(str(path))
 
 
 def _compile(missing: Sequence[tuple[Path, Path]]) -> None:

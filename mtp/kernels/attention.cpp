@@ -194,8 +194,9 @@ bool fits(const at::Tensor& query, const at::Tensor& key, const at::Tensor& valu
   const auto is_readable = [&](const at::Tensor& x) {
     return x.dim() == 4 && x.scalar_type() == dtype && x.stride(3) == 1 && x.size(0) == query.size(0);
   };
-  return (dtype == at::kFloat || dtype == at::kBFloat16) && key.size(3) == dim &&
-         value.size(3) == dim && value.size(1) == key.size(1) && is_readable(query) && is_readable(key) && is_readable(value) && is_readable(bias) &&
+  return (dtype == at::kFloat || dtype == at::kBFloat16) && key.size(3) == dim && value.size(3) == dim &&
+         value.size(1) == key.size(1) && is_readable(query) && is_readable(key) && is_readable(value) &&
+         is_readable(bias) &&
          bias.size(1) == 1 && key.size(1) > 0 && query.size(1) % key.size(1) == 0;
 }
 
