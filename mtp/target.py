@@ -161,6 +161,12 @@ class Target:
             logits = logits / divisor
         return logits
 
+    @property
+    def has_output_rows(self) -> bool:
+        """Whether single rows of the output matrix can be read: it is neither quantised nor adapted nor offloaded."""
+        layer = self.causal_lm.get_output_embeddings()
+        return isinstance(layer, nn.Linear) and type(layer.weight) is nn.Parameter and not is_offloaded(layer.weight)
+
     def output_rows(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weights ``[n, H]`` and biases ``[n]`` of the output matrix for ``token_ids [n]``, for a head to keep.
 
@@ -169,7 +175,7 @@ class Target:
         """
         layer = self.causal_lm.get_output_embeddings()
         weight = layer.weight
-        if not isinstance(layer, nn.Linear) or type(weight) is not nn.Parameter or is_offloaded(weight):
+        if not self.has_output_rows:
             raise UnsupportedTargetError(
                 f"The output matrix of this target is a {type(layer).__name__} over a {type(weight).__name__} on "
                 f"{weight.device.type}, whose rows cannot be copied. Load the target with an output matrix that is "

@@ -52,10 +52,15 @@ def test_labels_are_the_targets_next_state_its_distribution_there_and_the_token_
         # Token j of the answer (4 to 8) is guessed from base j - 2 - step, as what follows position j - 1.
         assert prediction.positions.tolist() == [3, 4, 5, 6, 7]
         torch.testing.assert_close(labels.hidden, final[3:8], atol=1e-5, rtol=1e-4)
-        expected = output.logits[0, 3:8][:, head.draft_ids].softmax(-1)
-        torch.testing.assert_close(labels.probs, expected, atol=1e-5, rtol=1e-4)
-        tokens = [head.draft_ids.tolist().index(token) if token in head.draft_ids else -1 for token in ids[4:9]]
-        assert labels.tokens.tolist() == tokens, step
+        columns = head.vocabulary(batch).ids.tolist()
+        assert columns[:12] == head.draft_ids.tolist()
+        for at, (probs, label) in enumerate(zip(labels.probs, labels.tokens.tolist(), strict=True), start=3):
+            guessable = {*head.draft_ids.tolist(), *ids[: at + 1]}
+            known = [column for column, token in enumerate(columns) if token in guessable]
+            expected = output.logits[0, at, [columns[column] for column in known]].softmax(-1)
+            torch.testing.assert_close(probs[known], expected, atol=1e-5, rtol=1e-4)
+            assert float(probs.sum()) == pytest.approx(1)
+            assert label == (columns.index(ids[at + 1]) if ids[at + 1] in guessable else -1), step
 
 
 def test_the_first_step_reads_the_next_tokens_embedding_and_the_targets_last_hidden_state(target: Target) -> None:

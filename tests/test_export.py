@@ -93,7 +93,9 @@ def head_chain(head: Head, steps: int) -> list[Tensor]:
     carry, logits = head.first(PENDING)
     found = []
     for depth in range(1, steps + 1):
-        found.append(torch.full((VOCAB,), float("-inf")).index_put((head.draft_ids,), logits[0, 0]))
+        found.append(
+            torch.full((VOCAB,), float("-inf")).index_put((head.draft_ids,), logits[0, 0, : len(head.draft_ids)])
+        )
         token = found[-1].argmax()[None, None]
         if depth < steps:
             carry, logits = head.then(token, carry, torch.ones(1, 1, depth, dtype=torch.bool), depth)

@@ -72,10 +72,14 @@ def test_labels_are_the_targets_distribution_before_the_predicted_token(family: 
     probs, place = teacher_probs(head, batch)
     with torch.no_grad():
         logits = target.causal_lm(torch.tensor([TWO_TURNS.ids])).logits[0]
+    columns = head.vocabulary(batch).ids.tolist()
     for prediction in head.unroll(batch, 3):
-        expected = logits[prediction.positions][:, head.draft_ids].softmax(-1)
-        found = probs[place[prediction.rows, prediction.positions]]
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        for at, found in zip(prediction.positions.tolist(), probs[place[0, prediction.positions]], strict=True):
+            guessable = {*head.draft_ids.tolist(), *(TWO_TURNS.ids[: at + 1] if len(columns) > 10 else ())}
+            known = [column for column, token in enumerate(columns) if token in guessable]
+            expected = logits[at, [columns[column] for column in known]].softmax(-1)
+            torch.testing.assert_close(found[known], expected, atol=1e-5, rtol=1e-4)
+            assert float(found.sum()) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -90,9 +94,10 @@ def test_padding_and_batch_neighbours_change_no_prediction(family: str, target: 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "gpt2", "deepseek_v3"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_head_is_trained_on_is_what_it_drafts(family: str, architecture: str) -> None:
+@pytest.mark.parametrize("draft_vocab", [None, 8])
+def test_what_a_head_is_trained_on_is_what_it_drafts(draft_vocab: int | None, family: str, architecture: str) -> None:
     target = tiny_target(architecture)
-    refuse_other_guesses_than_trained(tiny_head(family, target), target, [8, 6])
+    refuse_other_guesses_than_trained(tiny_head(family, target, draft_vocab=draft_vocab), target, [8, 6])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -121,9 +126,10 @@ def refuse_other_guesses_than_trained(head: Head, target: Target, lengths: list[
         node = int(depths.argmax())
         path = [at for at in range(tree.num_nodes) if tree.ancestor_mask()[row, node, at]]
         text = Row(tuple(ids[row, :count].tolist()), tuple(tree.tokens[row, path].tolist()))
-        for step, prediction in enumerate(head.unroll(batch_of(target, head, [text]), len(path) - 1)):
+        batch = batch_of(target, head, [text])
+        for step, prediction in enumerate(head.unroll(batch, len(path) - 1)):
             here = prediction.positions == count + step
-            index = int((head.draft_ids == tree.tokens[row, path[step + 1]]).nonzero())
+            index = int(head.vocabulary(batch).index[tree.tokens[row, path[step + 1]]])
             expected = prediction.logits[here][0].log_softmax(-1)[index]
             if prediction.confidence is not None:
                 expected = torch.logit(expected.exp()).add(prediction.confidence[here][0]).sigmoid().log()

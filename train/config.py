@@ -148,7 +148,9 @@ class HeadSection:
     Attributes:
         family: one of ``mtp.available_heads()``.
         steps: unrolled steps, or heads.
-        draft_vocab_size: most frequent tokens that the head can propose; null for the whole vocabulary.
+        draft_vocab_size: most frequent tokens that the head can propose; null for the whole vocabulary. Heads of the
+            families eagle3, eagle and mtp can also propose the tokens of the text so far, and need fewer, unless
+            ``sizes.context_vocabulary`` is false.
         nodes: nodes of the trees it proposes by default.
         sizes: other sizes of the family's config, for example ``intermediate_size``.
         warm_start_positions: trained positions used for the least-squares start; 0 to start at random.

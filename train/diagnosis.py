@@ -30,10 +30,11 @@ class Guesses:
     Attributes:
         step: ``[M]`` unrolled step.
         loss: ``[M]`` nats.
-        floor: ``[M]`` entropy of the target's own distribution over the draft vocabulary, which no head gets below.
+        floor: ``[M]`` entropy of the target's own distribution over what can be guessed, which no head gets below.
         right: ``[M]`` whether the likeliest guess was the token.
-        agreed: ``[M]`` whether the target's own likeliest token (within the draft vocabulary) was the token.
-        outside: ``[M]`` whether the token is outside the draft vocabulary.
+        agreed: ``[M]`` whether the target's own likeliest token (among what can be guessed) was the token.
+        outside: ``[M]`` whether the token cannot be guessed: it is neither in the draft vocabulary nor, for heads
+            that take up tokens of the text, in the text so far.
         confidence: ``[M]`` probability of the likeliest guess.
         context: ``[M]`` tokens before the guessed one.
         category: ``[M]`` of the row.
@@ -64,9 +65,9 @@ def observe(head: Head, source: FeatureSource, rows: Sequence[int], steps: int, 
         states = training_batch(source, indices)
         names = np.array([source.rows[index].category for index in indices])
         cut = [len(source.rows[index].prompt_ids) - source.response_start(index) for index in indices]
-        probs, place = teacher_probs(head, states)
+        vocabulary, (probs, place) = head.vocabulary(states), teacher_probs(head, states)
         for step, prediction in enumerate(head.unroll(states, steps)):
-            labels = states.states.tokens[prediction.rows, prediction.positions + 1]
+            labels = vocabulary.labels(states.states.tokens, prediction.rows, prediction.positions)
             teacher = probs[place[prediction.rows, prediction.positions]]
             rows_at = prediction.rows.cpu().numpy()
             confidence, best = prediction.logits.float().softmax(-1).max(-1)
@@ -74,9 +75,9 @@ def observe(head: Head, source: FeatureSource, rows: Sequence[int], steps: int, 
                 "step": torch.full_like(labels, step),
                 "loss": soft_cross_entropy(prediction.logits, teacher),
                 "floor": torch.special.entr(teacher).sum(-1),
-                "right": head.draft_ids[best] == labels,
-                "agreed": head.draft_ids[teacher.argmax(-1)] == labels,
-                "outside": ~torch.isin(labels, head.draft_ids),
+                "right": best == labels,
+                "agreed": teacher.argmax(-1) == labels,
+                "outside": labels < 0,
                 "confidence": confidence,
                 "context": prediction.positions.cpu().numpy() + 1 + np.array(cut)[rows_at],
                 "category": names[rows_at],

@@ -54,18 +54,19 @@ def evaluate(head: Head, held_out: FeatureSource, config: RunConfig, share: Shar
 
 
 def teacher_probs(head: Head, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-    """The target's distribution over the draft vocabulary wherever a trained token is predicted from.
+    """The target's distribution over what the head can guess, wherever a trained token is predicted from.
 
     Returns:
-        probs: ``[P, Vd]``, renormalised over the draft vocabulary.
+        probs: ``[P, V']``, renormalised over the batch's vocabulary (``Head.vocabulary``).
         place: ``[B, T]`` the row of ``probs`` for each position; -1 where there is none.
     """
-    needed = batch.bases(1)
+    vocabulary, needed = head.vocabulary(batch), batch.bases(1)
     place = torch.full(needed.shape, -1, device=needed.device)
     place[needed] = torch.arange(int(needed.sum()), device=needed.device)
     with torch.no_grad():
-        logits = head.target.unembed(batch.states.hidden[needed], head.draft_ids)
-    return logits.float().softmax(-1), place
+        logits = head.target.unembed(batch.states.hidden[needed], vocabulary.ids).float()
+        vocabulary.rule_out_(logits, *needed.nonzero(as_tuple=True))
+    return logits.softmax(-1), place
 
 
 @dataclass
@@ -76,7 +77,7 @@ class HeldOutCounts:
         loss: ``[steps]`` float64, summed over positions.
         hits: ``[steps, RANKS]`` how often the token was the guess of each rank.
         positions: ``[steps]``.
-        outside: tokens at step 0 that are not in the draft vocabulary.
+        outside: tokens at step 0 that the head cannot guess.
     """
 
     loss: Tensor
@@ -118,25 +119,25 @@ def labels_of(head: Head, batch: TrainingBatch, prediction: Prediction, teacher:
     whole = len(at) == len(probs) and torch.equal(at, torch.arange(len(at), device=at.device))
     return Labels(
         probs=probs if whole else probs[at],
-        tokens=head.draft_index(batch.states.tokens[rows, positions + 1]),
+        tokens=head.vocabulary(batch).labels(batch.states.tokens, rows, positions),
         hidden=batch.states.hidden[rows, positions],
     )
 
 
 @torch.no_grad()
 def count_held_out(head: Head, batch: TrainingBatch, steps: int) -> HeldOutCounts:
-    """Losses and hits of one batch.  A token outside the draft vocabulary counts as missed: it is never accepted."""
+    """Losses and hits of one batch.  A token that cannot be guessed counts as missed: it is never accepted."""
     counts = HeldOutCounts.zero(steps)
-    probs, place = teacher_probs(head, batch)
+    vocabulary, (probs, place) = head.vocabulary(batch), teacher_probs(head, batch)
     for step, prediction in enumerate(head.unroll(batch, steps)):
-        labels = batch.states.tokens[prediction.rows, prediction.positions + 1]
+        labels = vocabulary.labels(batch.states.tokens, prediction.rows, prediction.positions)
         teacher = probs[place[prediction.rows, prediction.positions]]
         counts.loss[step] = soft_cross_entropy(prediction.logits, teacher).sum().double().cpu()
-        ranked = head.draft_ids[prediction.logits.topk(min(RANKS, prediction.logits.shape[1])).indices]
+        ranked = prediction.logits.topk(min(RANKS, prediction.logits.shape[1])).indices
         counts.hits[step, : ranked.shape[1]] = (ranked == labels[:, None]).sum(0).double().cpu()
         counts.positions[step] = len(labels)
         if step == 0:
-            counts.outside = int((~torch.isin(labels, head.draft_ids)).sum())
+            counts.outside = int((labels < 0).sum())
     return counts
 
 

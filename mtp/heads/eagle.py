@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from mtp.drafters.base import TargetStates
+from mtp.heads.autoregressive import AutoregressiveConfig
 from mtp.heads.base import TrainingBatch
-from mtp.heads.caching import CachingConfig
 from mtp.heads.layers import DraftLayer, Rotary, unit_scale
 from mtp.heads.target_output import TargetOutputHead
 from mtp.heads.warmstart import RidgeRegression
 
 
 @dataclass(frozen=True)
-class EagleConfig(CachingConfig):
+class EagleConfig(AutoregressiveConfig):
     """Sizes of an EAGLE head.
 
     Attributes:
@@ -72,9 +72,6 @@ class EagleHead(TargetOutputHead):
         weight = self.fc.weight
         joined = self.fc((torch.cat([embedding, hidden], dim=-1) / self.input_scale).to(weight.dtype)).to(weight.dtype)
         return joined, joined
-
-    def guess(self, hidden: Tensor) -> Tensor:
-        return self.read_out(hidden)
 
     @torch.no_grad()
     def warm_start(self, batches: Iterable[TrainingBatch]) -> None:

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from mtp.drafters.base import TargetStates
-from mtp.heads.autoregressive import AutoregressiveHead
+from mtp.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead
 from mtp.heads.base import TrainingBatch
-from mtp.heads.caching import CachingConfig
+from mtp.heads.context_vocabulary import OutputRows
 from mtp.heads.layers import DraftLayer, Rotary, unit_scale
 from mtp.heads.warmstart import RidgeRegression, carry_linear_map
 from mtp.target import Target
 
 
 @dataclass(frozen=True)
-class Eagle3Config(CachingConfig):
+class Eagle3Config(AutoregressiveConfig):
     """Sizes of an EAGLE-3 head; ``taps`` are three layers."""
 
     def __post_init__(self) -> None:
@@ -60,6 +60,9 @@ class Eagle3Head(AutoregressiveHead):
         self.midlayer = Eagle3Layer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        if config.extends:  # how the target's rows are read beside those of lm_head, which have been trained
+            self.context_scale = nn.Parameter(torch.ones(1))
+            self.context_bias = nn.Parameter(torch.zeros(1))
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_positions)
 
     @classmethod
@@ -84,6 +87,9 @@ class Eagle3Head(AutoregressiveHead):
     def guess(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(self.norm(hidden))
         return logits
+
+    def guess_context(self, hidden: Tensor, rows: OutputRows) -> Tensor:
+        return rows(self.norm(hidden)) * self.context_scale + self.context_bias
 
     @torch.no_grad()
     def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
@@ -122,6 +128,8 @@ class Eagle3Head(AutoregressiveHead):
         layer.mlp.down_proj.weight.zero_()
         self.norm.weight.fill_(1.0)
         self.lm_head.weight.copy_(self.target.output_rows(self.draft_ids)[0] * scale)
+        if self.config.extends:
+            self.context_scale.fill_(scale)
 
 
 def _fit_inputs(head: Eagle3Head, batch: TrainingBatch) -> tuple[Tensor, Tensor]:

@@ -52,11 +52,11 @@ class GrowingHead(Head):
 
     @abstractmethod
     def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in the pending tokens ``[B]``: what the roots carry ``[B, 1, C]`` and their logits ``[B, 1, Vd]``."""
+        """Take in the pending tokens ``[B]``: what the roots carry ``[B, 1, C]`` and their logits ``[B, 1, V']``."""
 
     @abstractmethod
     def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Take in drafted tokens: what they carry, and their logits ``[B, W, Vd]``.
+        """Take in drafted tokens: what they carry, and their logits ``[B, W, V']``.
 
         Args:
             tokens: ``[B, W]``.
@@ -64,6 +64,11 @@ class GrowingHead(Head):
             seen: ``[B, W, S]`` which of the S tokens taken in so far, these included, are on each one's own path.
             depth: of these tokens; the root's children have 1.
         """
+
+    @property
+    def guessable(self) -> Tensor:
+        """``[V']`` the tokens that the logits of the round at hand are of; known once the roots are read."""
+        return self.draft_ids
 
     def confidence_of(self, carry: Tensor) -> Tensor | None:
         """``[B, W]`` what is added to the logits of the likeliest guesses' probabilities; see ``Prediction``."""
@@ -96,13 +101,14 @@ class GrowingHead(Head):
     def _best_first(self, pending: Tensor, budget: Budget) -> TokenTree:
         growth = BestFirstGrowth(pending, budget, self.config.width, self._calibrated)
         carry, logits = self.first(pending)
-        growth.add(torch.log_softmax(logits.float(), dim=-1), self.draft_ids, confidence=self.confidence_of(carry))
+        vocabulary = self.guessable
+        growth.add(torch.log_softmax(logits.float(), dim=-1), vocabulary, confidence=self.confidence_of(carry))
         for depth in range(1, self.config.depth):
             if not growth.pays_to_go_on():
                 break
             tokens, parents, seen = growth.frontier()
             carry, logits = self.then(tokens, gather_positions(carry, parents), seen, depth)
-            growth.add(torch.log_softmax(logits.float(), dim=-1), self.draft_ids, confidence=self.confidence_of(carry))
+            growth.add(torch.log_softmax(logits.float(), dim=-1), vocabulary, confidence=self.confidence_of(carry))
         return growth.tree()
 
     def _drawn(self, pending: Tensor, budget: Budget, draw: Draw) -> TokenTree:
@@ -113,11 +119,12 @@ class GrowingHead(Head):
             return TokenTree.root_only(pending)
         growth = BestFirstGrowth(pending, budget, width=branching)
         carry, logits = self.first(pending)
-        growth.add(draw.log_probs(logits), self.draft_ids, draw)
+        vocabulary = self.guessable
+        growth.add(draw.log_probs(logits), vocabulary, draw)
         for depth, width in enumerate(expanded[1:], start=1):
             tokens, parents, seen = growth.frontier(width)
             carry, logits = self.then(tokens, gather_positions(carry, parents), seen, depth)
-            growth.add(draw.log_probs(logits), self.draft_ids, draw)
+            growth.add(draw.log_probs(logits), vocabulary, draw)
         return growth.drawn_tree(self.config.vocab_size)
 
     def _calibrated(self, log_q: Tensor, depth: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp.heads.autoregressive import AutoregressiveHead
+from mtp.heads.context_vocabulary import OutputRows
 from mtp.packing import PackedLinears
 from mtp.target import Target
 
@@ -50,6 +51,16 @@ class TargetOutputHead(AutoregressiveHead):
     def read_out(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` estimates of the target's final hidden states to logits ``[..., Vd]``."""
         return self.target.scale_logits(self.output_layer(hidden))
+
+    def readable(self, hidden: Tensor) -> Tensor:
+        """``[..., H]`` hidden states of the layer as the output matrix reads them."""
+        return hidden
+
+    def guess(self, hidden: Tensor) -> Tensor:
+        return self.read_out(self.readable(hidden))
+
+    def guess_context(self, hidden: Tensor, rows: OutputRows) -> Tensor:
+        return self.target.scale_logits(rows(self.readable(hidden)))
 
     @property
     def output_layer(self) -> nn.Linear:

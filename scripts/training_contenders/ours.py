@@ -55,7 +55,9 @@ class Ours(Contender):
             ),
         )
         torch.manual_seed(0)
-        head = Eagle3Head.from_target(target, shop.draft_ids.to(target.device), steps=settings["steps"])
+        head = Eagle3Head.from_target(
+            target, shop.draft_ids.to(target.device), steps=settings["steps"], context_vocabulary=False
+        )
         features = FromMemory(shop, target)
         self.trainer, self.target = Trainer(config, accelerator, target, head, features, features), target
         started = time.perf_counter()

@@ -89,7 +89,9 @@ class Speculators(Contender):
         """Its weights go by the same names; each of its key-value heads serves several of ours."""
         self.target.causal_lm.to(device_at_hand())
         draft_ids = self.shop.draft_ids.to(self.target.device)
-        head = Eagle3Head.from_target(self.target, draft_ids, steps=self.shop.settings["steps"])
+        head = Eagle3Head.from_target(
+            self.target, draft_ids, steps=self.shop.settings["steps"], context_vocabulary=False
+        )
         theirs = {name.replace("layers.0.", "midlayer."): weight for name, weight in self.model.state_dict().items()}
         theirs = {name.replace("self_attn.", ""): weight for name, weight in theirs.items()}
         for name, weight in head.named_parameters():

@@ -38,6 +38,7 @@ AS_THEY_ARE = (
     "norm.weight",
 )
 FOLDED = ("fc.weight", "tap_scale", "lm_head.weight", "draft_ids")
+CONTEXT = ("context_scale", "context_bias")  # engines that take up no tokens of the text do without
 
 
 class ExportError(ExplainedError):
@@ -96,6 +97,7 @@ def vllm_tensors(state: Mapping[str, Tensor], config: Eagle3Config) -> dict[str,
     Raises:
         ExportError: if the head holds a tensor that has no place there, or lacks one.
     """
+    state = {name: tensor for name, tensor in state.items() if name not in CONTEXT}
     expected = {*AS_THEY_ARE, *FOLDED, *(f"midlayer.{name}.weight" for name in PROJECTIONS)}
     if difference := sorted(expected.symmetric_difference(state)):
         raise ExportError(
