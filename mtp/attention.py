@@ -87,6 +87,11 @@ class AttentionPass:
         positions = lengths[:, None] + offsets
         return cls(lengths, start, positions, None, positions, causal=start == 0)
 
+    def forget(self) -> None:
+        """Compute masks anew when they are next asked for."""
+        for kept in (self._visible, self._biases, self._own_biases):
+            kept.clear()
+
     @cached_property
     def staged_mask(self) -> Tensor:
         """``[B, T, S]``.  That of a chain is made when it is asked for: it is square, and a prefill does without."""

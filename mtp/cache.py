@@ -12,6 +12,9 @@ nothing: its position was baked in when it was computed.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +22,19 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 GROWTH = 256  # slots by which a buffer that turned out too small grows at least
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of the buffers that a pass reads whole, and where in it the pass writes; see ``mtp.graphs``.
+
+    Attributes:
+        slots: ``[T]`` on the device, of the pass's tokens.
+        length: slots that are read.
+    """
+
+    slots: Tensor
+    length: int
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -46,6 +62,11 @@ class TreeCacheLayer(CacheLayerMixin):
         assert self.values is not None
         if self.keys.shape[2] < self.owner.capacity:
             self.keys, self.values = (self._grown(buffer) for buffer in (self.keys, self.values))
+            self.owner.graphs.clear()
+        if (window := self.owner.window) is not None:
+            for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+                buffer.index_copy_(2, window.slots, states.to(buffer))
+            return self.keys.narrow(2, 0, window.length), self.values.narrow(2, 0, window.length)
         end = self.owner.end
         count = key_states.shape[2]
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
@@ -106,6 +127,8 @@ class TreeCache(Cache):
         lengths: ``[B]`` committed tokens of each row.
         start: first staged slot (the longest row's length).
         end: one past the last staged slot.
+        window: what the pass at hand reads, where that is fixed.
+        graphs: recorded passes over these very buffers (``mtp.graphs``).
     """
 
     def __init__(self, num_layers: int, batch_size: int, capacity: int = GROWTH, device: torch.device | str = "cpu"):
@@ -114,6 +137,21 @@ class TreeCache(Cache):
         self.lengths = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.capacity = capacity
         self.start = self.end = 0
+        self.window: Window | None = None
+        self.graphs: dict[Hashable, Any] = {}
+
+    @contextmanager
+    def in_window(self, window: Window) -> Iterator[None]:
+        """Read and write in ``window`` inside the block; nothing is staged by it."""
+        self.window = window
+        try:
+            yield
+        finally:
+            self.window = None
+
+    def holds(self, length: int) -> bool:
+        """Whether all layers have buffers of at least ``length`` slots."""
+        return all(layer.keys is not None and layer.keys.shape[2] >= length for layer in self.tree_layers)
 
     @property
     def num_staged(self) -> int:
@@ -176,6 +214,7 @@ class TreeCache(Cache):
         """Keep only ``rows``; nothing may be staged.  ``longest`` is the largest committed length among them."""
         for layer in self.tree_layers:
             layer.select_rows(rows if layer.keys is None else rows.to(layer.keys.device))
+        self.graphs.clear()  # these are other buffers now
         self.lengths = self.lengths[rows]
         self.start = self.end = longest
 

@@ -122,7 +122,7 @@ class Costs:
             batch,
             self.target.fingerprint(),
             str(self.target.dtype),
-            self.target.num_compiled,
+            self.target.runs_as,
             device_name(self.target.device),
             torch.get_num_threads(),
             torch.__version__,

@@ -160,6 +160,8 @@ class Decoder:
         if past is not None:
             text = prompts[0] + rows[0].ids[len(padded[0]) :]
             past.keep(cache, text[: self._lengths[0]], self.drafter)
+        else:
+            self.target.give_back(cache)
         return sorted(finished, key=lambda row: row.index)
 
     def _round(self, rows: list[Row], cache: TreeCache, pending: Tensor) -> Tensor:

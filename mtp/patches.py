@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -59,3 +59,41 @@ def without_layers(layers: Sequence[nn.Module], as_tuple: bool) -> Iterator[None
             del layer.__dict__["forward"]
             if forward is not None:
                 layer.__dict__["forward"] = forward
+
+
+@contextmanager
+def output_kept(module: nn.Module, key: int, kept: dict[int, Tensor]) -> Iterator[None]:
+    """Inside the block what ``module`` returns, or the first of it, is put into ``kept`` under ``key``."""
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        kept[key] = output if isinstance(output, Tensor) else output[0]
+
+    handle = module.register_forward_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def stream_into(layer: int, layers: nn.ModuleList, kept: dict[int, Tensor]) -> Iterator[None]:
+    """Inside the block the stream that enters ``layer``, or leaves the last one, is put into ``kept`` under ``layer``.
+
+    Raises:
+        ValueError: if there is no such layer.
+    """
+    if not 0 <= layer <= len(layers):
+        raise ValueError(f"Layer id {layer} cannot be tapped; this target has layers 0 to {len(layers)}.")
+    if layer == len(layers):
+        with output_kept(layers[-1], layer, kept):
+            yield
+        return
+
+    def keep(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        kept[layer] = args[0] if args else kwargs["hidden_states"]
+
+    handle = layers[layer].register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

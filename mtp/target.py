@@ -14,20 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
-from mtp import kernels, packing
 from mtp.anatomy import find_decoder, text_config, unwrap_adapter
 from mtp.attention import ATTENTION_NAME, AttentionPass
 from mtp.cache import TreeCache
 from mtp.compat import cache_argument
-from mtp.compiled import CompiledLayers, CompileReport, RecordedPass
+from mtp.compiled import CompiledLayers, CompileReport
+from mtp.compiling import captured_passes, compile_layers
 from mtp.fingerprint import fingerprint
-from mtp.layer_call import BATCH, LENGTH, LayerGraphError, Recorder
-from mtp.layer_graph import TRACING_NAME
+from mtp.graphs import Capture, CapturedPasses, CudaCapture, shape_of
 from mtp.offload import execution_device, is_offloaded
 from mtp.packing import PackedLinears
-from mtp.patches import attention_implementation, evaluation_mode, without_layers
+from mtp.patches import attention_implementation, evaluation_mode, output_kept, stream_into, without_layers
 from mtp.support import MASKED_BY_ARGUMENT, UnsupportedTargetError, position_limit, refuse_unsupported
-from mtp.tree import TokenTree
 
 FINAL = -1  # key of the final hidden states among those captured in a pass
 
@@ -69,13 +67,12 @@ class Target:
         self.config = text_config(self.causal_lm.config)
         refuse_unsupported(self.causal_lm, self.config)
         self.backbone, self.layers = find_decoder(self.causal_lm, self.config.num_hidden_layers)
-        self._configs = list(
-            {id(m.config): m.config for m in self.causal_lm.modules() if hasattr(m, "config")}.values()
-        )
+        self.configs = list({id(m.config): m.config for m in self.causal_lm.modules() if hasattr(m, "config")}.values())
         self._packed = PackedLinears(self.causal_lm)
         self._compiled: CompiledLayers | None = None
+        self._captured: CapturedPasses | None = None
         self._cache_argument = cache_argument(type(self.causal_lm))
-        self._own_attention = self.config.model_type in MASKED_BY_ARGUMENT
+        self.masks_by_argument = self.config.model_type in MASKED_BY_ARGUMENT
         self._position_limit = position_limit(self.config)
         # A model has one attention implementation at a time: passes of several threads take turns.
         self._lock = threading.RLock()
@@ -188,60 +185,44 @@ class Target:
         return weight[token_ids], None if layer.bias is None else layer.bias[token_ids]
 
     def compile(self, progress: bool = True) -> CompileReport:
-        """Compile the layers for passes over trees and prompts on a CPU; see ``mtp.compiled``.
+        """Make passes shorter for this machine; see ``mtp.compiling``.
 
-        The first time this takes ten seconds or so for each kind of layer; what was compiled is kept on disk.  Where
-        nothing can be compiled (no compiler, another device) the report says why, and passes run as before.
+        On a CPU layers are compiled: ten seconds or so for each kind of layer the first time; what was compiled is kept
+        on disk.  On a GPU passes over trees are recorded from now on, each shape when it first comes, and replayed
+        (``mtp.graphs``).  Where neither can be done (no compiler, another device) the report says why, and passes run
+        as before.
         """
-        if self.device.type != "cpu" or not packing.is_available():
-            why = f"on {self.device.type}" if self.device.type != "cpu" else "this build of torch cannot pack weights"
-            return CompileReport(self.num_layers, 0, {why: self.num_layers})
-        kernels.load()
-        with self._lock, evaluation_mode(self.causal_lm), torch.autocast("cpu", enabled=False):
-            # While passes are recorded nothing is packed: what is compiled packs for itself, and one copy is enough.
-            self._packed, self._compiled = PackedLinears(nn.Module()), None
-            try:
-                passes = [self._recorded(BATCH, LENGTH), self._recorded(1, 1, prefix=2)]
-                compiled = CompiledLayers(
-                    self.layers, passes, lambda: attention_implementation(self._configs, TRACING_NAME), progress
-                )
-                self._compiled = compiled
-                compiled.compare(self._hidden, passes[0])
-            except BaseException:  # an interrupt, say: what was not compared to its end is not used
-                self._compiled = None
-                raise
-            finally:
-                self._packed = PackedLinears(self.causal_lm)
-                self._packed.forget([] if self._compiled is None else self._compiled.linears)
-        return compiled.report
+        if self.device.type == "cuda":
+            return self.capture(CudaCapture())
+        with self._lock:
+            return compile_layers(self, progress)
 
-    def _hidden(self, tokens: Tensor, attention: AttentionPass) -> Tensor:
-        """Last hidden states of a pass over empty rows."""
-        cache = TreeCache(self.num_layers, tokens.shape[0], tokens.shape[1], self.device)
-        return self.forward(tokens, cache, attention).hidden
+    def capture(self, capture: Capture) -> CompileReport:
+        """Record passes over trees with ``capture`` from now on."""
+        report, self._captured = captured_passes(self, capture)
+        return report
 
-    def _recorded(self, batch: int, length: int, prefix: int = 0) -> RecordedPass:
-        """An ordinary pass over chains of tokens behind some others, and what every layer was called with in it."""
-        tokens = torch.arange(batch * length, device=self.device).reshape(batch, length) % self.vocab_size
-        tree = TokenTree.from_parents(tokens, torch.arange(-1, length - 1, device=self.device).expand(batch, -1))
-        cache = TreeCache(self.num_layers, batch, prefix + length, self.device)
-        if prefix:
-            before = tokens[:, :1].expand(-1, prefix)
-            self.forward(before, cache, AttentionPass.over_chain(prefix, cache.lengths, start=0))
-            cache.commit(None, torch.full_like(cache.lengths, prefix), longest=prefix)
-        attention = AttentionPass.over_tree(tree, cache.lengths, cache.start)
-        recorder = Recorder(list(self.layers))
-        with recorder.active(cache):
-            output = self.forward(tokens, cache, attention)
-        calls = [recorder.call(at) for at in range(self.num_layers)]
-        for at in self.needed_layers:
-            calls[at] = LayerGraphError("other layers read its keys and values")
-        return RecordedPass(tokens, attention, calls, output.hidden)
+    def multiply_with(self, packed: PackedLinears, compiled: CompiledLayers | None) -> None:
+        """Run passes with these packed weights and compiled layers from now on."""
+        self._packed, self._compiled = packed, compiled
+
+    @property
+    def replays(self) -> str:
+        """How many graphs were recorded so far, or why none is replayed."""
+        if self._captured is None:
+            return "nothing is recorded"
+        return self._captured.describe()
 
     @property
     def num_compiled(self) -> int:
         """Layers that run compiled."""
         return 0 if self._compiled is None else self._compiled.report.compiled
+
+    @property
+    def runs_as(self) -> str:
+        """How passes are run, as far as what they cost depends on it."""
+        replayed = self._captured is not None and self._captured.reason is None
+        return f"{self.num_compiled} layers compiled" + (", replayed" if replayed else "")
 
     def refresh(self) -> None:
         """Notice what was changed in place since the last generation (a merged adapter, say)."""
@@ -253,7 +234,14 @@ class Target:
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """An empty cache for ``batch_size`` rows: the beginning of a generation."""
         self.refresh()
+        if self._captured is not None:
+            return self._captured.take(self.num_layers, batch_size, capacity, self.device)
         return TreeCache(self.num_layers, batch_size, capacity, self.device)
+
+    def give_back(self, cache: TreeCache) -> None:
+        """Say that nobody will read ``cache``, of ``new_cache``, any more."""
+        if self._captured is not None:
+            self._captured.give_back(cache)
 
     @torch.no_grad()
     def forward(
@@ -272,8 +260,32 @@ class Target:
             logits_at: ``[n]`` indices into T for which logits are wanted; None for all.  Must not be empty.
             skip: layers that are left out: what enters them leaves them, and they stage no keys and values.
         """
+        if self._captured is not None and self._can_replay(attention, logits_at, skip):
+            with self._lock:
+                outputs = self._captured(ids, cache, attention, tuple(taps))
+            if outputs is not None:
+                return TargetOutput(outputs[0], outputs[1], outputs[2] if taps else None)
+        cache.stage(ids.shape[1])
+        return self.run_pass(ids, cache, attention, taps, logits_at, skip)
+
+    def _can_replay(self, attention: AttentionPass, logits_at: Tensor | None, skip: Collection[int]) -> bool:
+        """Whether this is a pass over whole trees, all logits wanted, and short of where angles change."""
+        queries, staged = attention.positions.shape[1], attention.staged_positions.shape[1]
+        limit = self._position_limit
+        near = limit is not None and shape_of(attention.start, queries)[1] > limit
+        return not (attention.causal or skip or near) and logits_at is None and queries == staged
+
+    def run_pass(
+        self,
+        ids: Tensor,
+        cache: TreeCache,
+        attention: AttentionPass,
+        taps: Sequence[int] = (),
+        logits_at: Tensor | None = None,
+        skip: Collection[int] = (),
+    ) -> TargetOutput:
+        """``forward`` over tokens that are staged already."""
         length = ids.shape[1]
-        cache.stage(length)
         keep = 0 if logits_at is None else logits_at
         filling = 0 if attention.causal or skip else self._filling(*ids.shape)
         with self._ours(attention, taps, skip, compiled=True) as captured:
@@ -318,7 +330,7 @@ class Target:
 
     def _mask_argument(self, attention: AttentionPass) -> dict[str, Tensor]:
         """The mask, for an architecture that attends by itself; all others ask ``mtp.attention`` for it."""
-        return {"attention_mask": attention.additive_mask(self.dtype, self.device)} if self._own_attention else {}
+        return {"attention_mask": attention.additive_mask(self.dtype, self.device)} if self.masks_by_argument else {}
 
     @cached_property
     def needed_layers(self) -> frozenset[int]:
@@ -358,21 +370,17 @@ class Target:
             stack.enter_context(self._packed.active())
             if compiled and self._compiled is not None:
                 stack.enter_context(self._compiled.active())
-            if not self._own_attention:
-                stack.enter_context(attention_implementation(self._configs, ATTENTION_NAME))
+            if not self.masks_by_argument:
+                stack.enter_context(attention_implementation(self.configs, ATTENTION_NAME))
             stack.enter_context(evaluation_mode(self.causal_lm))
             if skip:
                 stack.enter_context(without_layers([self.layers[at] for at in skip], as_tuple))
             for layer in taps:
-                stack.callback(self._tap(layer, captured).remove)
-
-            def keep_final(module: nn.Module, args: Any, output: Any) -> None:
-                captured[FINAL] = output if isinstance(output, Tensor) else output[0]
-
-            stack.callback(self.backbone.register_forward_hook(keep_final).remove)
+                stack.enter_context(stream_into(layer, self.layers, captured))
+            stack.enter_context(output_kept(self.backbone, FINAL, captured))
             yield captured
         layers = self.num_layers - len(skip)
-        if not self._own_attention and attention.calls < layers:
+        if not self.masks_by_argument and attention.calls < layers:
             raise UnsupportedTargetError(
                 f"{type(self.causal_lm).__name__} called its attention function {attention.calls} times in a pass over "
                 f"{layers} layers: some layers attend by themselves and did not see the tree."
@@ -388,22 +396,6 @@ class Target:
                 f"past {limit} tokens (config.rope_parameters), and those in the cache would not fit. Ask for fewer "
                 "new tokens, or generate without mtp."
             )
-
-    def _tap(self, layer: int, captured: dict[int, Tensor]) -> Any:
-        """Hook the residual stream that enters ``layer`` (at the number of layers: that leaves the last one)."""
-        if not 0 <= layer <= self.num_layers:
-            raise ValueError(f"Layer id {layer} cannot be tapped; this target has layers 0 to {self.num_layers}.")
-        if layer == self.num_layers:
-
-            def keep_output(module: nn.Module, args: Any, output: Any) -> None:
-                captured[layer] = output if isinstance(output, Tensor) else output[0]
-
-            return self.layers[-1].register_forward_hook(keep_output)
-
-        def keep_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            captured[layer] = args[0] if args else kwargs["hidden_states"]
-
-        return self.layers[layer].register_forward_pre_hook(keep_input, with_kwargs=True)
 
     def fingerprint(self) -> str:
         """Identify the target; see ``mtp.fingerprint``."""

@@ -7,8 +7,8 @@ batch 1 and 4.  Then speed in bfloat16, of the target in FOLDER (by default the 
 ``scripts/fetch_default_target.py`` writes, where it is) and of a Llama with the sizes of the 8B model and weights that
 make it count: its text is known beforehand, with margins that no rounding overturns, so that a drafter can be right
 with just the probability that is asked for.  Printed are tokens a second of ``transformers``, of ``transformers`` with
-a static cache and ``torch.compile``, and of this engine plainly and drafting, all as shares of what the memory's
-bandwidth allows; and what verifying a tree takes, in plain steps.
+a static cache and ``torch.compile``, and of this engine plainly and drafting, its passes replayed from graphs, all as
+shares of what the memory's bandwidth allows; and what verifying a tree takes, in plain steps.
 
 Without an accelerator it runs over tiny sizes on the CPU, which checks the script.
 """
@@ -32,6 +32,7 @@ from mtp import merged_attention
 from mtp.attention import AttentionPass, attend, mask_bias
 from mtp.cost import synchronise
 from mtp.drafters import Budget, Drafter, Draw, TargetStates
+from mtp.drafters.plain import PlainDrafter
 from mtp.errors import command_line
 from mtp.heads import HEADS
 from mtp.model import SpeculativeModel
@@ -102,6 +103,14 @@ class KnowingDrafter(Drafter):
         pass
 
 
+def recorded(model: PreTrainedModel) -> Target:
+    """The model as a target whose passes are replayed from graphs, where there are graphs."""
+    target = Target(model)
+    if model.device.type != "cpu":
+        target.compile()
+    return target
+
+
 def random_llama(sizes: dict[str, int], dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
     config = LlamaConfig(pad_token_id=0, eos_token_id=None, bos_token_id=None, **sizes)
     before = torch.get_default_dtype()
@@ -134,7 +143,7 @@ def check_equality(device: torch.device, console: Console, new_tokens: int) -> N
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.mul_(4)  # larger weights, more varied text
-    target = Target(model)
+    target = recorded(model)
     for batch in (1, 4):
         ids = torch.randint(1, 512, (batch, 24), device=device)
         mask = torch.ones_like(ids)
@@ -146,7 +155,7 @@ def check_equality(device: torch.device, console: Console, new_tokens: int) -> N
             found = SpeculativeModel(target, head).generate(ids, nodes=16, **settings)
             if not torch.equal(expected, found):
                 raise SystemExit(f"{family}, batch {batch}: drafted text differs from that of transformers on {device}")
-    console.print(f"batch 1 and 4: drafted text equals that of transformers ({', '.join(HEADS)})")
+    console.print(f"batch 1 and 4: drafted text equals that of transformers ({', '.join(HEADS)}); {target.replays}")
 
 
 @torch.no_grad()
@@ -207,11 +216,11 @@ def time_generation(
     Args:
         counts: whether ``make_it_count`` was applied, so that the text is known and must be the same in every way.
     """
-    target, device, new = Target(model), model.device, options.new_tokens
+    target, device, new = recorded(model), model.device, options.new_tokens
     prompt = options.context
     ids = torch.arange(1, prompt + 1, device=device)[None] % target.vocab_size
     settings = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new}
-    plain = SpeculativeModel.from_target(model, "none")
+    plain = SpeculativeModel(target, PlainDrafter())
     text = plain.generate(ids, **settings)[0, prompt:]
     if counts and not torch.equal(text, torch.arange(prompt + 1, prompt + new + 1, device=device) % target.vocab_size):
         raise SystemExit(f"{name}: the model that counts does not count on {device}: {text[:20].tolist()} ...")
@@ -282,9 +291,11 @@ def time_target(
     model: PreTrainedModel, counts: bool, options: argparse.Namespace, bandwidth: float, name: str, console: Console
 ) -> None:
     """Print both tables of one target."""
-    passes = variants(Target(model), None, options.context, [1, 8, 16, 32, 64])
+    target = recorded(model)
+    passes = variants(target, None, options.context, [1, 8, 16, 32, 64])
     title = f"{name}: bfloat16, context {options.context}, batch 1"
     console.print(table_of(measure(passes, options.rounds, model.device), title, base="plain step"))
+    console.print(f"passes: {target.replays}")
     console.print(time_generation(model, counts, options, bandwidth, name))
 
 

@@ -90,7 +90,7 @@ class Assistant(Drafter):
 
     @property
     def runs_as(self) -> str:
-        return f"{self.model.num_compiled} layers compiled"
+        return self.model.runs_as
 
     def refresh(self) -> None:
         self.model.refresh()
