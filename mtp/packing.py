@@ -40,9 +40,16 @@ def can_pack(module: nn.Module) -> bool:
     return (
         type(module) is nn.Linear
         and type(module.weight) is nn.Parameter  # torchao swaps the weight, not the layer
-        and module.weight.device.type == "cpu"
-        and (module.weight.dtype == torch.float32 or (module.weight.dtype == torch.bfloat16 and _multiplies_bfloat16()))
-        and module.weight.layout == torch.strided
+        and is_packable(module.weight)
+    )
+
+
+def is_packable(weight: Tensor) -> bool:
+    """Whether a matrix is in the memory, precision and order that ``pack`` reads."""
+    return (
+        weight.device.type == "cpu"
+        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _multiplies_bfloat16()))
+        and weight.layout == torch.strided
     )
 
 

@@ -74,7 +74,7 @@ def test_operations_of_the_target_are_counted_as_torch_counts_them(target: Targe
 def test_parameters_and_operations_of_the_head_are_counted_as_torch_counts_them(
     target: Target, size: Any, rows: list[Row]
 ) -> None:
-    head = HEADS["eagle3"].from_target(target, torch.arange(VOCABULARY), steps=STEPS)
+    head = HEADS["eagle3"].from_target(target, torch.arange(VOCABULARY), steps=STEPS, context_vocabulary=False)
     counted = scaling.head_of(size, VOCABULARY, STEPS)
     assert counted.parameters == head.num_trainable_parameters()
     batch = training_batch(OnlineFeatures(target, rows, head.taps), range(len(rows)))
@@ -105,7 +105,7 @@ def test_memory_of_a_batch_is_counted_as_its_tensors_are(
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 4, "vocab_size": vocabulary}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)).eval()
     target = Target(model.requires_grad_(False))
-    head = HEADS["eagle3"].from_target(target, torch.arange(vocabulary), steps=STEPS).train()
+    head = HEADS["eagle3"].from_target(target, torch.arange(vocabulary), steps=STEPS, context_vocabulary=False).train()
     head.activation_checkpointing = checkpointing
     rows = [Row(tuple(a), tuple(b)) for a, b in (random_prompts([60, 180], seed=at) for at in range(4))]
     batch = training_batch(OnlineFeatures(target, rows, head.taps), range(len(rows)))

@@ -95,9 +95,7 @@ class OutputRows:
         """
         weight, bias = (None if part is None else part.detach().to(like) for part in target.output_rows(ids))
         assert weight is not None
-        layer = torch.nn.Linear(weight.shape[1], len(ids), device="meta")
-        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-        if pack and packing.is_available() and packing.can_pack(layer):
+        if pack and packing.is_available() and packing.is_packable(weight):
             return cls(packing.pack(weight), bias, is_packed=True)
         return cls(weight, bias)
 

@@ -19,7 +19,9 @@ class Plain(Contender):
         self.target.causal_lm.to(device_at_hand())
         torch.manual_seed(0)
         vocabulary = self.vocabulary().to(self.target.device)
-        self.head = Eagle3Head.from_target(self.target, vocabulary, steps=shop.settings["steps"])
+        self.head = Eagle3Head.from_target(
+            self.target, vocabulary, steps=shop.settings["steps"], context_vocabulary=False
+        )
         self.batches = shop.in_order(padding=True) * shop.settings["passes"]
         self.prepare(self.head.parameters(), shop.settings)
         self.parameters = self.head.num_trainable_parameters()
