@@ -129,6 +129,7 @@ class TreeCache(Cache):
         end: one past the last staged slot.
         window: what the pass at hand reads, where that is fixed.
         graphs: recorded passes over these very buffers (``mtp.graphs``).
+        recordable: whether it is worth recording any: its rows are still those that it was made for.
     """
 
     def __init__(self, num_layers: int, batch_size: int, capacity: int = GROWTH, device: torch.device | str = "cpu"):
@@ -139,15 +140,29 @@ class TreeCache(Cache):
         self.start = self.end = 0
         self.window: Window | None = None
         self.graphs: dict[Hashable, Any] = {}
+        self.recordable = True
 
     @contextmanager
-    def in_window(self, window: Window) -> Iterator[None]:
-        """Read and write in ``window`` inside the block; nothing is staged by it."""
-        self.window = window
+    def in_window(self, window: Window, place: int) -> Iterator[None]:
+        """Read and write in ``window`` inside the block; nothing is staged by it.
+
+        Args:
+            place: what it says meanwhile of where staged tokens begin.
+        """
+        before = self.start, self.end
+        self.window, self.start, self.end = window, place, place
         try:
             yield
         finally:
-            self.window = None
+            self.window, (self.start, self.end) = None, before
+
+    def clear(self) -> None:
+        """Forget everything, to begin another text in the same buffers."""
+        for layer in self.tree_layers:
+            for buffer in (layer.keys, layer.values):
+                if buffer is not None:
+                    buffer.zero_()  # a number that is none, left in a slot, would be one in every window
+        self.crop(0)
 
     def holds(self, length: int) -> bool:
         """Whether all layers have buffers of at least ``length`` slots."""
@@ -214,7 +229,8 @@ class TreeCache(Cache):
         """Keep only ``rows``; nothing may be staged.  ``longest`` is the largest committed length among them."""
         for layer in self.tree_layers:
             layer.select_rows(rows if layer.keys is None else rows.to(layer.keys.device))
-        self.graphs.clear()  # these are other buffers now
+        self.graphs.clear()  # these are other buffers now, and the next row to end will leave others again
+        self.recordable = False
         self.lengths = self.lengths[rows]
         self.start = self.end = longest
 

@@ -86,4 +86,4 @@ def captured_passes(target: Target, capture: Capture) -> tuple[CompileReport, Ca
         return (output.logits, output.hidden, *(() if output.taps is None else (output.taps,)))
 
     report = CompileReport(target.num_layers, 0, {"whole passes are replayed from graphs": target.num_layers})
-    return report, CapturedPasses(run, capture)
+    return report, CapturedPasses(target.causal_lm, run, capture)

@@ -169,6 +169,8 @@ def measure(target: Target, drafter: Drafter, batch: int) -> CostTable:
         propose = _draft_passes(target, drafter, batch, contexts[0])
         for context in contexts:  # the first of each kind allocates and packs
             passes[context](max(NODES))
+            for nodes in NODES if target.is_replayed else ():  # or records
+                passes[context](nodes)
         propose(PROBE_LEVELS)
         # In turn, so that what else happens on the machine does not fall on one size alone.
         started = time.perf_counter()

@@ -12,21 +12,24 @@ Prompts, rounds of a batch that has lost rows, and whatever cannot be recorded r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from mtp.attention import AttentionPass, Pattern
 from mtp.cache import TreeCache, Window
 from mtp.errors import first_line
+from mtp.native import config_settings, configs_of, made_of
 
 logger = logging.getLogger(__name__)
 
 SHORTEST = 256  # slots of the smallest window
+ROUND = 1024  # capacities are multiples of this, so that a cache serves generations of other lengths as well
 Outputs = tuple[Tensor, ...]
 #: From a function to what it gave, in memory that stays, and a function that does all of it again.
 Capture = Callable[[Callable[[], Outputs]], tuple[Outputs, Callable[[], object]]]
@@ -37,30 +40,63 @@ def power_of_two(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
-def shape_of(start: int, nodes: int) -> tuple[int, int]:
-    """Nodes that a recorded pass has for a tree of so many behind ``start`` slots, and the length of its window."""
+def shape_of(start: int, nodes: int, capacity: int) -> tuple[int, int]:
+    """Nodes and window of a recorded pass over a tree of ``nodes``, behind ``start`` of ``capacity`` slots."""
     size = power_of_two(nodes)
-    return size, max(power_of_two(start + size), SHORTEST)
+    return size, min(max(power_of_two(start + size), SHORTEST), capacity)
+
+
+def modes(device: torch.device) -> Hashable:
+    """What a pass depends on beside its model and its inputs."""
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return torch.is_inference_mode_enabled(), autocast
+
+
+def signature(model: nn.Module) -> Any:
+    """What a recorded pass of ``model`` has taken for granted: where its weights lie, its hooks and its settings."""
+    tensors = [*model.parameters(), *model.buffers()]
+    places = [(tensor.data_ptr(), tensor.dtype, str(tensor.device), tensor.shape) for tensor in tensors]
+    hooks = [
+        (tuple(part._forward_hooks), tuple(part._forward_pre_hooks), id(part.__dict__.get("forward")))
+        for part in model.modules()
+    ]
+    return places, hooks, made_of(model), [config_settings(config) for config in configs_of(model)]
 
 
 class CudaCapture:
-    """``Capture`` into CUDA graphs, all of which share one pool of memory: they never run at the same time."""
+    """``Capture`` into CUDA graphs, all of which share one pool of memory: they never run at the same time.
 
-    def __init__(self) -> None:
+    Args:
+        device: of the target.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
         self._pool: Any = None
+        self._keeper: Any = None
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]:
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):  # libraries set themselves up at their first calls, which cannot be recorded
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = run()
+        # The inner stream context puts the stream back if ending a capture fails.
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+                self._keeper = self._graph(lambda: ())[0]  # a pool lives as long as any graph in it
+            beside = torch.cuda.Stream()
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):  # libraries set themselves up at their first calls, not to be recorded
+                for _ in range(2):
+                    run()
+            torch.cuda.current_stream().wait_stream(beside)
+            graph, outputs = self._graph(run)
         return outputs, graph.replay
+
+    def _graph(self, run: Callable[[], Outputs]) -> tuple[Any, Outputs]:
+        graph = torch.cuda.CUDAGraph()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the empty one
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = run()
+        return graph, outputs
 
 
 class WindowPass(AttentionPass):
@@ -105,8 +141,8 @@ class CapturedPass:
     outputs: Outputs
     replay: Callable[[], object]
 
-    def fill(self, ids: Tensor, attention: AttentionPass) -> None:
-        """Put a tree in the place of the recorded one; nodes that fill it up see themselves."""
+    def fill(self, ids: Tensor, attention: AttentionPass, start: int) -> None:
+        """Put a tree, from slot ``start`` on, where the recorded one was; nodes that fill it up see themselves."""
         nodes, size = ids.shape[1], self.ids.shape[1]
         filling = size - nodes
         self.ids.copy_(F.pad(ids, (0, filling)))
@@ -115,13 +151,14 @@ class CapturedPass:
         ours.positions.copy_(F.pad(attention.positions, (0, filling)))
         ours.staged_mask.copy_(F.pad(attention.staged_mask, (0, filling, 0, filling)))
         ours.staged_mask.diagonal(dim1=1, dim2=2).fill_(True)
-        torch.arange(attention.start, attention.start + size, out=ours.slots)
+        torch.arange(start, start + size, out=ours.slots)
 
 
 class CapturedPasses:
     """The passes of one target that are replayed, and the caches that they belong to.
 
     Args:
+        model: the target's.
         run: an ordinary pass over ``ids`` under an attention, with taps: logits, hidden states and tapped states.
         capture: records it.
 
@@ -130,9 +167,15 @@ class CapturedPasses:
         count: graphs recorded so far.
     """
 
-    def __init__(self, run: Callable[[Tensor, TreeCache, AttentionPass, tuple[int, ...]], Outputs], capture: Capture):
-        self._run, self._capture = run, capture
-        self._spare: TreeCache | None = None
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Callable[[Tensor, TreeCache, AttentionPass, tuple[int, ...]], Outputs],
+        capture: Capture,
+    ):
+        self._model, self._run, self._capture = model, run, capture
+        self._spare: tuple[Hashable, TreeCache] | None = None
+        self._signature, self._version = signature(model), 0
         self.reason: str | None = None
         self.count = 0
 
@@ -141,36 +184,45 @@ class CapturedPasses:
             return f"passes are not replayed: {self.reason}"
         return f"{self.count} graphs recorded"
 
+    def refresh(self) -> None:
+        """Notice what was changed since the last generation: what was recorded before then is not replayed any more."""
+        found = signature(self._model)
+        if found != self._signature:
+            self._signature, self._spare = found, None
+            self._version += 1
+
     def take(self, num_layers: int, batch: int, capacity: int, device: torch.device) -> TreeCache:
         """An empty cache, if possible the one that was given back, whose graphs are there."""
-        capacity = max(power_of_two(capacity), SHORTEST)
         spare, self._spare = self._spare, None
-        if spare is not None and len(spare.lengths) == batch and spare.capacity >= capacity:
-            spare.crop(0)
-            return spare
-        return TreeCache(num_layers, batch, capacity, device)
+        if spare is not None and spare[0] == modes(device):
+            cache = spare[1]
+            if len(cache.lengths) == batch and cache.capacity >= capacity and cache.lengths.device == device:
+                cache.clear()
+                return cache
+        return TreeCache(num_layers, batch, ROUND * -(-capacity // ROUND), device)
 
     def give_back(self, cache: TreeCache) -> None:
         """A generation has ended, and nothing else will read its cache."""
-        if self.reason is None and cache.graphs:
-            self._spare = cache
+        if self.reason is None and cache.recordable and cache.graphs:
+            self._spare = (modes(cache.lengths.device), cache)
 
     def __call__(
         self, ids: Tensor, cache: TreeCache, attention: AttentionPass, taps: tuple[int, ...]
     ) -> Outputs | None:
         """Replay the pass over a tree, recording it first if its shape is new; None where it has to run as usual."""
         nodes = ids.shape[1]
-        size, length = shape_of(attention.start, nodes)
-        if self.reason is not None or length > cache.capacity or not cache.holds(length) or cache.num_staged > 0:
+        size, length = shape_of(attention.start, nodes, cache.capacity)
+        fits = attention.start + size <= length and cache.holds(length)
+        if self.reason is not None or not cache.recordable or not fits or cache.num_staged > 0:
             return None
-        key = (len(ids), size, length, taps)
+        key = (len(ids), size, length, taps, self._version, modes(ids.device))
         if (captured := cache.graphs.get(key)) is None:
             captured = self._record(ids, cache, attention, taps, size, length)
             if captured is None:
                 return None
             cache.graphs[key] = captured
         else:
-            captured.fill(ids, attention)
+            captured.fill(ids, attention, attention.start)
             captured.replay()
         cache.stage(nodes)
         # A copy: the next replay writes into the same memory.
@@ -185,7 +237,10 @@ class CapturedPasses:
         size: int,
         length: int,
     ) -> CapturedPass | None:
-        """Record the pass and compare its first replay with an ordinary one."""
+        """Record the pass at another place than its own, replay it there, and compare that with an ordinary pass.
+
+        Where something in it depends on a number that Python knows, and a replay does not, the two differ.
+        """
         batch, device = len(ids), ids.device
         fixed = WindowPass(
             attention.lengths.clone(),
@@ -195,18 +250,22 @@ class CapturedPasses:
             length,
         )
         captured = CapturedPass(ids.new_zeros(batch, size), fixed, (), lambda: None)
-        captured.fill(ids, attention)
         cache.stage(ids.shape[1])
         expected = self._run(ids, cache, attention, taps)
         cache.discard()
+        start, elsewhere = attention.start, length - size  # behind all that is committed
         try:
-            with cache.in_window(Window(fixed.slots, length)):
+            captured.fill(ids, attention, elsewhere)
+            with cache.in_window(Window(fixed.slots, length), elsewhere if elsewhere != start else max(start - 1, 0)):
 
                 def run() -> Outputs:
                     fixed.forget()
                     return self._run(captured.ids, cache, fixed, taps)
 
                 captured.outputs, captured.replay = self._capture(run)
+            captured.fill(ids, attention, start)
+            for output in captured.outputs:
+                output.fill_(torch.nan)  # so that a replay that does nothing is not taken for one
             captured.replay()
             self._compare(expected, captured.outputs)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:

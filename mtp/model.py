@@ -120,8 +120,9 @@ class SpeculativeModel:
 
         See ``mtp.compiled``; the report is on the target's.
 
-        On a CPU with a C++ compiler.  Ten seconds or so for each kind of layer, and for ``mtp.kernels``, the first
-        time, two afterwards; where nothing can be compiled, all stays as it is and the report says why.
+        On a GPU passes over trees are recorded and replayed (``mtp.graphs``).  On a CPU with a C++ compiler ten seconds
+        or so for each kind of layer, and for ``mtp.kernels``, the first time, two afterwards.  Where nothing can be
+        done, all stays as it is and the report says why.
         """
         with turn_of(self.drafter):
             report = self.target.compile(progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,7 @@ class Past:
         self._cache: TreeCache | None = None
         self._drafter: Drafter | None = None
         self._state: Any = None
+        self._end: weakref.finalize[..., Past] | None = None
 
     def __len__(self) -> int:
         """Tokens that are known."""
@@ -37,6 +39,9 @@ class Past:
     def keep(self, cache: TreeCache, ids: list[int], drafter: Drafter) -> None:
         """Take over what a generation computed: ``ids`` are the tokens in ``cache``."""
         self.ids, self._cache = ids, cache
+        # When nobody can go on from here any more, another text may have the buffers.
+        self._end = weakref.finalize(self, self.target.give_back, cache)
+        self._end.atexit = False
         self._drafter, self._state = drafter, drafter.state
 
     def rewind(self, prompt: list[int], drafter: Drafter) -> TreeCache | None:
@@ -45,6 +50,8 @@ class Past:
         At least one token is left to read.  None when nothing is shared, or another drafter has to read the whole text.
         """
         cache, self._cache = self._cache, None
+        if self._end is not None:
+            self._end.detach()
         shared = min(common_length(self.ids, prompt), len(prompt) - 1)
         self.ids = []
         if cache is None or shared == 0 or not self._is_from(drafter):

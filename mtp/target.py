@@ -193,7 +193,7 @@ class Target:
         as before.
         """
         if self.device.type == "cuda":
-            return self.capture(CudaCapture())
+            return self.capture(CudaCapture(self.device))
         with self._lock:
             return compile_layers(self, progress)
 
@@ -221,8 +221,12 @@ class Target:
     @property
     def runs_as(self) -> str:
         """How passes are run, as far as what they cost depends on it."""
-        replayed = self._captured is not None and self._captured.reason is None
-        return f"{self.num_compiled} layers compiled" + (", replayed" if replayed else "")
+        return f"{self.num_compiled} layers compiled" + (", replayed" if self.is_replayed else "")
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether passes over trees are replayed from graphs."""
+        return self._captured is not None and self._captured.reason is None
 
     def refresh(self) -> None:
         """Notice what was changed in place since the last generation (a merged adapter, say)."""
@@ -230,6 +234,8 @@ class Target:
             self._packed.refresh()
             if self._compiled is not None:
                 self._compiled.refresh()
+            if self._captured is not None:
+                self._captured.refresh()
 
     def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """An empty cache for ``batch_size`` rows: the beginning of a generation."""
@@ -260,7 +266,7 @@ class Target:
             logits_at: ``[n]`` indices into T for which logits are wanted; None for all.  Must not be empty.
             skip: layers that are left out: what enters them leaves them, and they stage no keys and values.
         """
-        if self._captured is not None and self._can_replay(attention, logits_at, skip):
+        if self._captured is not None and self._can_replay(attention, cache, logits_at, skip):
             with self._lock:
                 outputs = self._captured(ids, cache, attention, tuple(taps))
             if outputs is not None:
@@ -268,11 +274,13 @@ class Target:
         cache.stage(ids.shape[1])
         return self.run_pass(ids, cache, attention, taps, logits_at, skip)
 
-    def _can_replay(self, attention: AttentionPass, logits_at: Tensor | None, skip: Collection[int]) -> bool:
+    def _can_replay(
+        self, attention: AttentionPass, cache: TreeCache, logits_at: Tensor | None, skip: Collection[int]
+    ) -> bool:
         """Whether this is a pass over whole trees, all logits wanted, and short of where angles change."""
         queries, staged = attention.positions.shape[1], attention.staged_positions.shape[1]
         limit = self._position_limit
-        near = limit is not None and shape_of(attention.start, queries)[1] > limit
+        near = limit is not None and shape_of(attention.start, queries, cache.capacity)[1] > limit
         return not (attention.causal or skip or near) and logits_at is None and queries == staged
 
     def run_pass(

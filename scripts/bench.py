@@ -2,12 +2,12 @@
 
     python scripts/bench.py RUN/best --data questions.jsonl --output results.json [--per-category 1]
         [--drafters head ngram head+ngram] [--dtype float32 bfloat16] [--assistant FOLDER] [--memory]
-        [--peer vllm=/its/own/python eagle=/its/own/python]
+        [--peer vllm=/its/own/python eagle=/its/own/python llama=/its/own/python --gguf FILE]
 
 ``transformers`` generates plainly, with its prompt lookup and, with ``--assistant``, with a smaller model; this engine
 plainly and with each drafter, its trees as large as pays unless ``--nodes`` says otherwise; with ``--peer`` also, from
 virtual environments of their own and with the same EAGLE-3 head, vLLM (and this plainly and with its prompt lookup) and
-EAGLE's own decoder; ``scripts/peers/`` says what these need.  Decoding is greedy.
+EAGLE's own decoder, and llama.cpp with other weights; ``scripts/peers/`` says what these need.  Decoding is greedy.
 
 Printed: tokens a second (prompts read inside), the ratio to plain ``transformers``, the mean accepted length, and how
 many answers are those of ``transformers``; the same by category, and where the time of a round goes.  ``--memory`` adds
@@ -69,7 +69,7 @@ CHILDREN = Path(__file__).parent / "peers"
 # What a result depends on: a file that was made under other values is not continued.
 SHAPING = (
     *("folder", "target", "data", "threads", "nodes", "drafters", "assistant", "max_new_tokens"),
-    *("peer", "peer_tokens", "peer_eager"),
+    *("peer", "peer_tokens", "peer_eager", "gguf"),
 )
 
 
@@ -120,7 +120,15 @@ def eagle_commands(python: str, common: list[str], draft: str, options: argparse
     return {"eagle, 60 nodes": command, "eagle, 16 nodes": [*command, *small]}
 
 
-PEERS = {"vllm": vllm_commands, "eagle": eagle_commands}
+def llama_commands(python: str, common: list[str], draft: str, options: argparse.Namespace) -> Commands:
+    """llama.cpp plainly, with weights of its own."""
+    if options.gguf is None:
+        raise UsageError("--peer llama: llama.cpp reads weights in its own format; name the file with --gguf.")
+    command = [python, str(CHILDREN / "llama_on_cpu.py"), *common, "--gguf", str(options.gguf)]
+    return {f"llama.cpp, {options.gguf.stem.rpartition('.')[2]}": command}
+
+
+PEERS = {"vllm": vllm_commands, "eagle": eagle_commands, "llama": llama_commands}
 
 
 def run(options: argparse.Namespace, results: dict[str, Any], save: Callable[[], None]) -> None:
@@ -241,8 +249,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         nargs="+",
         default=[],
         metavar="NAME=PYTHON",
-        help="vllm or eagle, and a Python in which it can be imported",
+        help="vllm, eagle or llama, and a Python in which it can be imported",
     )
+    parser.add_argument("--gguf", type=Path, help="weights for --peer llama, of the same model")
     parser.add_argument("--peer-tokens", type=positive, default=3, help="vLLM drafts a round (default: %(default)s)")
     parser.add_argument("--peer-eager", action="store_true", help="vLLM does not compile: quick to start, and slower")
     parser.add_argument("--memory", action="store_true", help="measure each system's memory too")

@@ -14,6 +14,7 @@ from mtp.heads import HEADS, Head
 from mtp.heads.autoregressive import AutoregressiveHead
 from mtp.heads.context_vocabulary import NEVER, ContextTokens, ContextVocabulary, lacking
 from mtp.model import SpeculativeModel
+from mtp.support import UnsupportedTargetError
 from mtp.target import Target
 from train.batches import training_batch
 from train.data import Row
@@ -129,7 +130,34 @@ def test_a_text_that_is_taken_back_is_forgotten(target: Target) -> None:
     assert vocabulary.rows(torch.ones(1, 1, target.hidden_size)).shape == (1, 1, 2)
 
 
-def test_away_from_the_cpu_the_prompt_alone_is_taken_up(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_that_was_left_for_others_has_its_own_tokens(target: Target) -> None:
+    head = taking_up("eagle3", target)
+    model = SpeculativeModel(target, head)
+    settings = {"max_new_tokens": 12, "do_sample": False, "nodes": 12}
+    first = model.generate(**padded(random_prompts([9], seed=1)), **settings, return_dict_in_generate=True)
+    assert head.context is not None
+    known = set(head.context.tokens.ids.tolist())
+    model.generate(**padded(random_prompts([4, 6, 5], seed=2)), **settings)
+    longer = padded([[*first.sequences[0].tolist(), 3, 4]])
+    expected = target.causal_lm.generate(**longer, max_new_tokens=12, do_sample=False)
+    assert torch.equal(model.generate(**longer, **settings, past=first.past), expected)
+    assert known <= set(head.context.tokens.ids.tolist()) <= set(expected[0].tolist())
+
+
+def test_an_output_matrix_that_cannot_be_read_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "has_output_rows", property(lambda self: False))
+    target = tiny_target()
+    with pytest.raises(UnsupportedTargetError, match="context_vocabulary"):
+        HEADS["eagle3"].from_target(target, torch.arange(OWN), context_vocabulary=True)
+    head = HEADS["eagle3"].from_target(target, torch.arange(OWN))
+    begin(head, [[20, 21, 20, 3]])
+    assert isinstance(head, AutoregressiveHead)
+    assert head.context is None
+
+
+def test_away_from_the_cpu_an_answer_is_taken_up_with_the_next_prompt(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     head = taking_up("eagle3", target)
     monkeypatch.setattr(growth, "may_ask", lambda device: False)
     outside = lacking(head.draft_ids, VOCAB).nonzero()[:, 0]
@@ -137,6 +165,8 @@ def test_away_from_the_cpu_the_prompt_alone_is_taken_up(target: Target, monkeypa
     for at in range(2):
         vocabulary.read(outside[None, at, None], torch.tensor([1]), torch.tensor([at]), head.draft_ids[:1])
     assert vocabulary.tokens.ids.tolist() == outside[:1].tolist()
+    vocabulary.rewind(2)
+    assert vocabulary.tokens.ids.tolist() == outside[:2].tolist()
 
 
 @pytest.mark.parametrize("family", TAKING_UP)

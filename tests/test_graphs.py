@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny import padded, random_prompts, tiny_head, tiny_target
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mtp.attention import AttentionPass
+from mtp.cache import TreeCache
 from mtp.drafters import Budget, Drafter, Draw, TargetStates
 from mtp.graphs import Outputs, shape_of
 from mtp.model import SpeculativeModel
@@ -112,10 +114,15 @@ def test_a_batch_whose_rows_end_apart_is_answered_as_by_transformers() -> None:
     target = replaying()
     model = SpeculativeModel(target, tiny_head("eagle3", target))
     prompts = random_prompts([9, 4, 6], seed=4)
+    counts = []
     for end in (5, 11, 17):
         settings = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": end, "pad_token_id": 0}
         expected = target.causal_lm.generate(**padded(prompts), **settings)
         assert torch.equal(model.generate(**padded(prompts), **settings, nodes=8), expected)
+        assert target._captured is not None
+        counts.append(target._captured.count)
+        assert target._captured._spare is None or len(target._captured._spare[1].lengths) == 3
+    assert counts[-1] <= 4 * len(counts)  # once a size and batch; not again for every row that ends
 
 
 def test_a_conversation_keeps_its_cache_and_nobody_else_gets_it() -> None:
@@ -139,12 +146,12 @@ def test_a_model_that_reads_a_number_in_its_pass_is_not_replayed() -> None:
     assert "replayed" in target.replays
 
 
-@pytest.mark.parametrize("fault", ["raises", "wrong"])
+@pytest.mark.parametrize("fault", ["raises", "wrong", "idle"])
 def test_what_cannot_be_recorded_runs_as_before_with_one_line(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     def broken(run: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]:
         if fault == "raises":
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
-        return tuple(part + 1 for part in run()), lambda: None
+        return tuple(part + (fault == "wrong") for part in run()), lambda: None
 
     target = tiny_target()
     target.capture(broken)
@@ -158,8 +165,79 @@ def test_what_cannot_be_recorded_runs_as_before_with_one_line(fault: str, caplog
     assert "\n" not in caplog.text.strip()
 
 
+@pytest.mark.parametrize("change", ["weight", "data", "hook"])
+def test_what_is_changed_between_generations_is_noticed(change: str) -> None:
+    target = replaying()
+    model = SpeculativeModel(target, tiny_head("eagle3", target))
+    prompt = padded(random_prompts([9], seed=1))
+    settings = {"max_new_tokens": 20, "do_sample": False}
+    model.generate(**prompt, **settings, nodes=8)
+    layer = target.layers[1].mlp.down_proj
+    if change == "weight":
+        layer.weight = torch.nn.Parameter(torch.randn_like(layer.weight))
+    elif change == "data":
+        layer.weight.data = torch.randn_like(layer.weight)
+    else:
+        layer.register_forward_hook(lambda module, args, output: 3 * output + 1)
+    expected = target.causal_lm.generate(**prompt, **settings)
+    assert torch.equal(model.generate(**prompt, **settings, nodes=8), expected)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_a_generation_in_another_mode_has_a_cache_of_its_own(mode: Callable[[], Any]) -> None:
+    target = replaying()
+    model = SpeculativeModel(target, tiny_head("eagle3", target))
+    prompt = padded(random_prompts([9], seed=1))
+    settings = {"max_new_tokens": 20, "do_sample": False}
+    with mode():
+        model.generate(**prompt, **settings, nodes=8)
+    expected = target.causal_lm.generate(**prompt, **settings)
+    assert torch.equal(model.generate(**prompt, **settings, nodes=8), expected)
+
+
+def test_a_number_that_python_knows_is_found_in_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a model that scales its queries by the length of the text, which it asks the cache for."""
+    target = replaying()
+    update = TreeCache.update
+
+    def scaled(self: TreeCache, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return update(self, key * (1 + 0.1 * self.get_seq_length()), *args, **kwargs)
+
+    monkeypatch.setattr(TreeCache, "update", scaled)
+    model = SpeculativeModel(target, tiny_head("eagle3", target))
+    model.generate(**padded(random_prompts([9], seed=1)), max_new_tokens=12, do_sample=False, nodes=8)
+    assert "differs from an ordinary one" in target.replays
+
+
+def test_answers_with_their_past_leave_their_buffers_to_the_next() -> None:
+    target = replaying()
+    model = SpeculativeModel(target, tiny_head("eagle3", target))
+    prompt = padded(random_prompts([9], seed=1))
+    recorded = []
+    for _ in range(5):
+        output = model.generate(**prompt, max_new_tokens=12, do_sample=False, nodes=8, return_dict_in_generate=True)
+        assert target._captured is not None
+        recorded.append(target._captured.count)
+    assert len(output.sequences) == 1
+    assert recorded[-1] == recorded[1]  # two caches in turn: the last answer still holds one
+
+
+def test_what_was_left_in_a_slot_does_not_reach_the_next_text() -> None:
+    target = replaying()
+    model = SpeculativeModel(target, tiny_head("eagle3", target))
+    prompt = padded(random_prompts([9], seed=1))
+    expected = model.generate(**prompt, max_new_tokens=12, do_sample=False, nodes=8)
+    assert target._captured is not None
+    assert target._captured._spare is not None
+    for layer in target._captured._spare[1].tree_layers:
+        assert layer.keys is not None
+        layer.keys[:, :, 60:70] = torch.nan
+    assert torch.equal(model.generate(**prompt, max_new_tokens=12, do_sample=False, nodes=8), expected)
+    assert target.is_replayed
+
+
 def test_shapes_are_few() -> None:
-    assert {shape_of(start, nodes) for start in range(1000) for nodes in range(1, 65)} == {
+    assert {shape_of(start, nodes, 1 << 20) for start in range(1000) for nodes in range(1, 65)} == {
         (1 << size, 1 << length)
         for size in range(7)
         for length in range(8, 12)

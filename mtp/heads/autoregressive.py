@@ -32,6 +32,7 @@ from mtp.heads.context_vocabulary import (
 from mtp.heads.layers import DraftLayer, LayerSizes, Rotary, gather_positions
 from mtp.heads.unrolling import Bases, UnrolledAttention, misses_own_token
 from mtp.layer_call import BATCH, LENGTH
+from mtp.support import UnsupportedTargetError
 from mtp.target import Target
 
 Past = tuple[Tensor, ...]  # what unrolled steps leave behind for those after them
@@ -67,15 +68,19 @@ class AutoregressiveHead(CachingHead):
     """
 
     follows_own_tokens: ClassVar[bool] = True
-    of_the_moment: ClassVar[frozenset[str]] = CachingHead.of_the_moment | {"compiled", "context"}
+    of_the_moment: ClassVar[frozenset[str]] = CachingHead.of_the_moment | {"compiled"}
     config: AutoregressiveConfig
     midlayer: DraftLayer
     rotary: Rotary
     compiled: tuple[CompiledPart, ...] = ()
-    context: ContextVocabulary | None = None
 
     @classmethod
     def default_sizes(cls, target: Target, asked: Mapping[str, Any]) -> dict[str, Any]:
+        if asked.get("context_vocabulary") and not target.has_output_rows:
+            raise UnsupportedTargetError(
+                "context_vocabulary=true: tokens of the text are guessed by their rows of the target's output matrix, "
+                "which cannot be read one by one here (quantised, adapted or offloaded). Set it to false."
+            )
         return {**super().default_sizes(target, asked), "context_vocabulary": target.has_output_rows}
 
     @abstractmethod
@@ -168,7 +173,7 @@ class AutoregressiveHead(CachingHead):
         return predictions
 
     def vocabulary(self, batch: TrainingBatch) -> BatchVocabulary:
-        if not self.config.extends:
+        if not self._takes_up:
             return super().vocabulary(batch)
         tokens, valid = batch.states.tokens, batch.states.valid
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -181,10 +186,9 @@ class AutoregressiveHead(CachingHead):
     @torch.no_grad()
     def start(self, states: TargetStates, capacity: int) -> None:
         super().start(states, capacity)
-        self.context = None
-        if self.config.extends and self.target.has_output_rows:
+        if self._takes_up:
             like = next(self.parameters())
-            self.context = ContextVocabulary(self.target, self.draft_ids, states.tokens.shape[0], like)
+            self.state.context = ContextVocabulary(self.target, self.draft_ids, states.tokens.shape[0], like)
 
     @torch.no_grad()
     def select_rows(self, rows: Tensor) -> None:
@@ -198,6 +202,16 @@ class AutoregressiveHead(CachingHead):
         if self.context is not None:
             self.context.rewind(kept + 1)  # the entry at a position holds the token behind it
         return kept
+
+    @property
+    def _takes_up(self) -> bool:
+        """Whether texts add anything, with this target."""
+        return self.config.extends and self.target.has_output_rows
+
+    @property
+    def context(self) -> ContextVocabulary | None:
+        """What the texts of the generation at hand add."""
+        return self.state.context
 
     @property
     def guessable(self) -> Tensor:

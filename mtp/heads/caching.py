@@ -13,6 +13,7 @@ from mtp.attention import AttentionPass, attend, mask_bias
 from mtp.cache import TreeCache
 from mtp.drafters.base import Budget, Draw, TargetStates
 from mtp.drafters.unread import Unread
+from mtp.heads.context_vocabulary import ContextVocabulary
 from mtp.heads.growing import GrowingConfig, GrowingHead
 from mtp.heads.layers import DraftLayer, LayerSizes, Rotary, gather_positions, layer_sizes
 from mtp.target import Target
@@ -34,10 +35,12 @@ class CachingConfig(LayerSizes, GrowingConfig):
 
 @dataclass
 class DraftState:
-    """One generation: entries that were read, and the target's states that are to be read before the next guess."""
+    """One generation: entries that were read, the target's states that are to be read before the next guess, and what
+    the texts add to the vocabulary of heads that take up their tokens."""
 
     cache: TreeCache
     unread: Unread
+    context: ContextVocabulary | None = None
 
 
 class CachingHead(GrowingHead):

@@ -124,15 +124,18 @@ class ContextVocabulary:
         self.target, self.draft_ids, self.like = target, draft_ids, like
         self._lacks = lacking(draft_ids, target.vocab_size)
         self._has_read = False
+        self._skipped: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self._set(ContextTokens.none(batch, draft_ids.device))
 
     def read(self, tokens: Tensor, counts: Tensor, lengths: Tensor, pending: Tensor) -> None:
         """Take in ``tokens [B, T]``, ``counts [B]`` of them real, behind texts of ``lengths [B]``, and ``pending [B]``
         behind these.
 
-        Away from the CPU only the prompt is taken in: whether later tokens are new would be one more wait a round.
+        Away from the CPU what comes behind a prompt is taken in with the next prompt alone: whether some of it is new
+        would be one more wait a round.
         """
         if self._has_read and not growth.may_ask(tokens.device):
+            self._skipped.append((tokens, counts, lengths, pending))
             return
         self._has_read = True
         offsets = torch.arange(tokens.shape[1] + 1, device=tokens.device)
@@ -143,10 +146,15 @@ class ContextVocabulary:
             self._set(self.tokens.joined_by(tokens, lengths[:, None] + offsets, wanted))
 
     def select_rows(self, rows: Tensor) -> None:
+        self._skipped = []  # of a batch, which no prompt follows
         self._set(self.tokens.of_rows(rows))
 
     def rewind(self, length: int) -> None:
         """Forget what is behind the first ``length`` tokens; a prompt that goes on from there may follow."""
+        skipped, self._skipped = self._skipped, []
+        for piece in skipped:
+            self._has_read = False
+            self.read(*piece)
         self._has_read = False
         self._set(self.tokens.before(length))
 

@@ -89,7 +89,7 @@ class Eagle3Head(AutoregressiveHead):
         return logits
 
     def guess_context(self, hidden: Tensor, rows: OutputRows) -> Tensor:
-        return rows(self.norm(hidden)) * self.context_scale + self.context_bias
+        return rows(self.norm(hidden) * self.context_scale) + self.context_bias
 
     @torch.no_grad()
     def warm_start(self, batches: Iterable[TrainingBatch]) -> None:
