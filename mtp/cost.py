@@ -212,7 +212,8 @@ def _target_passes(target: Target, drafter: Drafter, batch: int, context: int) -
 
 def _draft_passes(target: Target, drafter: Drafter, batch: int, context: int) -> Callable[[int], None]:
     """A function that lets the drafter propose a large tree in at most so many passes."""
-    tokens = torch.zeros(batch, context, dtype=torch.long, device=target.device)
+    # Many different ones: a head that takes up tokens of the text has more to guess from.
+    tokens = (torch.arange(batch * context, device=target.device) * 97 % target.vocab_size).view(batch, context)
     counts = torch.full((batch,), context, device=target.device)
     hidden, taps = target.encode(tokens, drafter.taps)
     cache = target.new_cache(batch, context + 2 * max(NODES))

@@ -20,10 +20,11 @@ from torch import Tensor
 from mtp.attention import AttentionPass, attend, mask_bias
 from mtp.compiled_part import CompiledPart, Function
 from mtp.drafters.base import TargetStates
-from mtp.heads.base import BatchVocabulary, Prediction, TrainingBatch
+from mtp.heads.base import Prediction, TrainingBatch
 from mtp.heads.caching import CachingConfig, CachingHead
 from mtp.heads.context_vocabulary import (
     UNKNOWN,
+    BatchVocabulary,
     ContextTokens,
     ContextVocabulary,
     OutputRows,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mtp.drafters.base import Drafter, TargetStates
-from mtp.heads.context_vocabulary import UNKNOWN, ContextTokens
+from mtp.heads.context_vocabulary import BatchVocabulary
 from mtp.support import UnsupportedTargetError
 from mtp.target import Target
 
@@ -113,48 +113,6 @@ class TrainingBatch:
         moved = torch.zeros_like(self.trained)
         moved[:, : max(self.trained.shape[1] - lookahead, 0)] = self.trained[:, lookahead:]
         return moved
-
-
-@dataclass(frozen=True)
-class BatchVocabulary:
-    """The tokens that a head can guess in a batch, as columns of its logits.
-
-    Attributes:
-        ids: ``[V']`` the target's token of each column: the draft vocabulary, then what the batch's texts add to it.
-        index: ``[V]`` the column of each of the target's tokens; -1 for those that have none.
-        context: what the texts add; None for heads that guess from their draft vocabulary alone.
-    """
-
-    ids: Tensor
-    index: Tensor
-    context: ContextTokens | None = None
-
-    @classmethod
-    def of(cls, ids: Tensor, vocab_size: int, context: ContextTokens | None = None) -> Self:
-        index = ids.new_full((vocab_size,), -1)
-        index[ids] = torch.arange(ids.numel(), device=ids.device)
-        return cls(ids, index, context)
-
-    def labels(self, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """``[M]`` columns of the tokens behind ``positions [M]`` of texts ``rows [M]``; -1 for those that cannot be
-        guessed there.
-
-        Args:
-            tokens: ``[B, T]`` the batch's texts.
-        """
-        columns = self.index[tokens[rows, positions + 1]]
-        if self.context is None or not self.context.ids.numel():
-            return columns
-        own = self.ids.numel() - self.context.ids.numel()
-        first = self.context.first[rows, (columns - own).clamp_min(0)]
-        return columns.masked_fill((columns >= own) & (first > positions), -1)
-
-    def rule_out_(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Rule out in ``logits [M, V']`` what texts ``rows [M]`` do not hold up to ``positions [M]``."""
-        if self.context is not None and self.context.ids.numel():
-            added = logits[:, -self.context.ids.numel() :]
-            added.masked_fill_(self.context.unknown(rows, positions), UNKNOWN)
-        return logits
 
 
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
