@@ -4,7 +4,8 @@
 
 Written for vLLM 0.32: ``config.json`` and ``model.safetensors``, to be named in
 ``speculative_config={"method": "eagle3", "model": DRAFT, "num_speculative_tokens": 3}`` beside the head's own target.
-The exported layer computes what the head computes; a head that vLLM's layer cannot express is refused.
+The exported layer computes what the head computes; a head that vLLM's layer cannot express is refused.  vLLM guesses
+from one vocabulary for all texts: the tokens of the text at hand that a head takes up beside its own are left out.
 """
 
 from __future__ import annotations
