@@ -271,7 +271,7 @@ def test_a_copy_is_made_for_engines_that_take_weights_apart(
 
 
 def test_tokens_outside_the_draft_vocabulary_count_as_missed(target: Target) -> None:
-    head = tiny_head("medusa", target, draft_vocab=4)
+    head = tiny_head("medusa", target, draft_vocab=4, context_vocabulary=False)
     metrics = held_out_metrics(head, [batch_of(target, head, [TWO_TURNS])], 3)
     outside = sum(token not in head.draft_ids.tolist() for token in TWO_TURNS.response_ids) / 5
     assert metrics["outside_draft_vocabulary"] == pytest.approx(outside)

@@ -10,9 +10,9 @@ Positions.  The entry at position t holds token ``t + 1`` and the target's state
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import fields
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,41 +22,14 @@ from mtp.compiled_part import CompiledPart, Function
 from mtp.drafters.base import TargetStates
 from mtp.heads.base import Prediction, TrainingBatch
 from mtp.heads.caching import CachingConfig, CachingHead
-from mtp.heads.context_vocabulary import (
-    UNKNOWN,
-    BatchVocabulary,
-    ContextTokens,
-    ContextVocabulary,
-    OutputRows,
-    lacking,
-)
 from mtp.heads.layers import DraftLayer, LayerSizes, Rotary, gather_positions
 from mtp.heads.unrolling import Bases, UnrolledAttention, misses_own_token
 from mtp.layer_call import BATCH, LENGTH
-from mtp.support import UnsupportedTargetError
-from mtp.target import Target
 
 Past = tuple[Tensor, ...]  # what unrolled steps leave behind for those after them
 #: From ``residual [M, H]``, ``x [M, I]``, the step and what those before it left behind, to hidden states ``[M, H]``
 #: and what further steps need.  It has no other effect, so that a step can be computed again.
 UnrolledLayer = Callable[[Tensor, Tensor, int, Past], tuple[Tensor, Past]]
-
-
-@dataclass(frozen=True)
-class AutoregressiveConfig(CachingConfig):
-    """Sizes of such a head.
-
-    Attributes:
-        context_vocabulary: it can also guess the tokens of the text so far that its draft vocabulary lacks; see
-            ``mtp.heads.context_vocabulary``.
-    """
-
-    context_vocabulary: bool = False
-
-    @property
-    def extends(self) -> bool:
-        """Whether texts add anything to what it can guess."""
-        return self.context_vocabulary and self.draft_vocab_size < self.vocab_size
 
 
 class AutoregressiveHead(CachingHead):
@@ -70,19 +43,10 @@ class AutoregressiveHead(CachingHead):
 
     follows_own_tokens: ClassVar[bool] = True
     of_the_moment: ClassVar[frozenset[str]] = CachingHead.of_the_moment | {"compiled"}
-    config: AutoregressiveConfig
+    config: CachingConfig
     midlayer: DraftLayer
     rotary: Rotary
     compiled: tuple[CompiledPart, ...] = ()
-
-    @classmethod
-    def default_sizes(cls, target: Target, asked: Mapping[str, Any]) -> dict[str, Any]:
-        if asked.get("context_vocabulary") and not target.has_output_rows:
-            raise UnsupportedTargetError(
-                "context_vocabulary=true: tokens of the text are guessed by their rows of the target's output matrix, "
-                "which cannot be read one by one here (quantised, adapted or offloaded). Set it to false."
-            )
-        return {**super().default_sizes(target, asked), "context_vocabulary": target.has_output_rows}
 
     @abstractmethod
     def read_states(self, states: TargetStates) -> Tensor:
@@ -95,18 +59,6 @@ class AutoregressiveHead(CachingHead):
         Returns:
             residual: ``[..., H]`` the stream that the layer adds to.
             x: ``[..., I]`` what queries, keys and values are computed from.
-        """
-
-    @abstractmethod
-    def guess(self, hidden: Tensor) -> Tensor:
-        """``[..., H]`` hidden states of the layer to logits ``[..., Vd]``."""
-
-    @abstractmethod
-    def guess_context(self, hidden: Tensor, rows: OutputRows) -> Tensor:
-        """``[..., H]`` hidden states of the layer to logits ``[..., E]`` of further tokens, beside those of ``guess``.
-
-        Args:
-            rows: of these tokens in the target's output matrix.
         """
 
     def unrolled(self, entries: Tensor, bases: Bases) -> UnrolledLayer:
@@ -136,8 +88,7 @@ class AutoregressiveHead(CachingHead):
         run = self.unrolled(entered[1], bases)
         rows, positions = bases.rows, bases.positions
         vocabulary = self.vocabulary(batch)
-        context = vocabulary.context
-        added = None if context is None else OutputRows.of(self.target, context.ids, next(self.parameters()))
+        added = self.added_by(vocabulary)
 
         def take_step(hidden: Tensor | None, step: int, past: Past) -> tuple[Tensor, Past]:
             if hidden is None:
@@ -148,13 +99,7 @@ class AutoregressiveHead(CachingHead):
             return run(residual, x, step, past)
 
         def guess(hidden: Tensor, trained: Tensor, at: Tensor) -> Tensor:
-            logits = self.guess(hidden[trained])
-            if context is None or added is None:
-                return logits
-            further = self.guess_context(hidden[trained], added).masked_fill(
-                context.unknown(rows[trained], at), UNKNOWN
-            )
-            return torch.cat([logits, further.to(logits)], dim=-1)
+            return self.logits_of(hidden[trained], 0, added, rows[trained], at)
 
         hidden: Tensor | None = None
         past: Past = ()
@@ -173,67 +118,15 @@ class AutoregressiveHead(CachingHead):
                 reached = reached.index_put((trained.nonzero(as_tuple=True)), ~(misses & follows[trained]))
         return predictions
 
-    def vocabulary(self, batch: TrainingBatch) -> BatchVocabulary:
-        if not self._takes_up:
-            return super().vocabulary(batch)
-        tokens, valid = batch.states.tokens, batch.states.valid
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        none = ContextTokens.none(len(tokens), tokens.device)
-        context = none.joined_by(tokens, positions, lacking(self.draft_ids, self.config.vocab_size)[tokens] & valid)
-        return BatchVocabulary.of(torch.cat([self.draft_ids, context.ids]), self.config.vocab_size, context)
-
     # ---- decoding -------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def start(self, states: TargetStates, capacity: int) -> None:
-        super().start(states, capacity)
-        if self._takes_up:
-            like = next(self.parameters())
-            self.state.context = ContextVocabulary(self.target, self.draft_ids, states.tokens.shape[0], like)
-
-    @torch.no_grad()
-    def select_rows(self, rows: Tensor) -> None:
-        super().select_rows(rows)
-        if self.context is not None:
-            self.context.select_rows(rows)
-
-    @torch.no_grad()
-    def rewind(self, length: int) -> int:
-        kept = super().rewind(length)
-        if self.context is not None:
-            self.context.rewind(kept + 1)  # the entry at a position holds the token behind it
-        return kept
-
-    @property
-    def _takes_up(self) -> bool:
-        """Whether texts add anything, with this target."""
-        return self.config.extends and self.target.has_output_rows
-
-    @property
-    def context(self) -> ContextVocabulary | None:
-        """What the texts of the generation at hand add."""
-        return self.state.context
-
-    @property
-    def guessable(self) -> Tensor:
-        return self.draft_ids if self.context is None else self.context.ids
-
-    def _with_context(self, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states as they are, and logits ``[B, W, V']`` of all that can be guessed."""
-        context = self.context
-        if context is None or not context.tokens.ids.numel():
-            return hidden, logits
-        added = context.mask(self.guess_context(hidden, context.rows).to(logits))
-        return hidden, torch.cat([logits, added], dim=-1)
 
     def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
         """Enter what was committed since the last call; the roots carry their hidden states ``[B, 1, H]``."""
         states = self.state.unread.take()
         last = (states.counts - 1)[:, None]
         following = torch.cat([states.tokens[:, 1:], pending[:, None]], dim=1).scatter(1, last, pending[:, None])
-        if self.context is not None:
-            self.context.read(states.tokens, states.counts, self.state.cache.lengths, pending)
-        return self._with_context(*self.entered(self._embed(following), self.read_states(states), states.counts))
+        hidden, logits = self.entered(self._embed(following), self.read_states(states), states.counts)
+        return hidden, self.extended(logits, hidden)
 
     def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         cache = self.state.cache
@@ -241,7 +134,8 @@ class AutoregressiveHead(CachingHead):
         positions = (cache.lengths + (depth - 1))[:, None].expand_as(tokens)
         # Staged nodes' own positions matter to windows alone, and a draft layer sees everything.
         attention = AttentionPass(cache.lengths, cache.start, positions, seen, positions)
-        return self._with_context(*self.staged(self._embed(tokens), carry, attention))
+        hidden, logits = self.staged(self._embed(tokens), carry, attention)
+        return hidden, self.extended(logits, hidden)
 
     def entered(self, embedding: Tensor, hidden: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """The layer over committed tokens ``[B, T, H]``, ``counts [B]`` of them real, which enter the cache: hidden

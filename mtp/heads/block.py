@@ -23,12 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from mtp.attention import AttentionPass, attend, mask_bias
-from mtp.cache import TreeCache
 from mtp.drafters.base import TargetStates
-from mtp.drafters.unread import Unread
 from mtp.heads.base import Prediction, TrainingBatch
 from mtp.heads.blockfit import BlockFit
-from mtp.heads.caching import CachingConfig, CachingHead, DraftState
+from mtp.heads.caching import CachingConfig, CachingHead
 from mtp.heads.layers import NormedDraftLayer, Rotary, gather_positions
 from mtp.heads.unrolling import Bases, attend_with_block
 from mtp.target import Target
@@ -92,6 +90,9 @@ class BlockHead(CachingHead):
             nn.Linear(hidden, config.markov_rank, bias=False) for _ in range(config.steps - 1)
         )
         self.markov_up = nn.Linear(config.markov_rank, config.draft_vocab_size, bias=False)
+        if config.extends:  # the bias on what the target's rows read, in place of one on logits
+            self.markov_context = nn.Linear(config.markov_rank, hidden, bias=False)
+        self.add_context_weights()
         self.confidence = nn.Linear(hidden + config.markov_rank, 1)
         for parameter in self.confidence.parameters():
             nn.init.zeros_(parameter)
@@ -111,7 +112,7 @@ class BlockHead(CachingHead):
             assert isinstance(layer, NormedDraftLayer)
             yield layer
 
-    def context(self, states: TargetStates) -> Tensor:
+    def features(self, states: TargetStates) -> Tensor:
         """``[B, T, H]``: the target's tapped and final states as one feature a position."""
         assert states.taps is not None
         features = torch.cat([states.taps, states.hidden], dim=-1)
@@ -129,31 +130,34 @@ class BlockHead(CachingHead):
         slots = self.slots(torch.cat([self.embed(pending), context], dim=-1))
         return slots.unflatten(-1, (self.config.steps, -1)).to(self.fc.weight.dtype)
 
-    def follow(self, logits: Tensor, slot: Tensor, before: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """What slot ``depth`` guesses behind a given token.
+    def guess(self, hidden: Tensor, step: int = 0) -> Tensor:
+        logits: Tensor = self.lm_head(hidden)
+        return logits
 
-        Args:
-            logits: ``[..., Vd]`` of the slot alone; ``slot``: ``[..., H]`` its hidden state.
-            before: ``[...]`` the token that the guess follows.
-
-        Returns:
-            logits ``[..., Vd]`` and confidences ``[...]`` (see ``Prediction``).
-        """
+    def remember(self, slot: Tensor, before: Tensor, depth: int) -> Tensor:
+        """``[..., r]`` what slot ``depth``, of hidden state ``[..., H]``, keeps of the token ``before [...]`` it."""
         if depth == 0:
-            seen = slot.new_zeros(*before.shape, self.config.markov_rank)
-        else:
-            seen = self.markov_down[depth - 1](self.embed(before))
-            logits = logits + self.markov_up(seen)
+            return slot.new_zeros(*before.shape, self.config.markov_rank)
+        seen: Tensor = self.markov_down[depth - 1](self.embed(before))
+        return seen
+
+    def read_beside(self, slot: Tensor, seen: Tensor) -> Tensor:
+        """``[..., H]`` what the target's rows read of a slot that has ``seen [..., r]`` the token before it."""
+        return slot + self.markov_context(seen) if self.config.extends else slot
+
+    def confidence_in(self, slot: Tensor, seen: Tensor) -> Tensor:
+        """``[...]`` confidences in what such a slot guesses (see ``Prediction``)."""
         # What the guesses are does not depend on how far they are believed: no gradient flows back from here.
-        heard = torch.cat([slot.expand(*before.shape, -1), seen.to(slot.dtype)], dim=-1).detach()
-        return logits, self.confidence(heard).squeeze(-1)
+        heard = torch.cat([slot.expand(*seen.shape[:-1], -1), seen.to(slot.dtype)], dim=-1).detach()
+        confidence: Tensor = self.confidence(heard)
+        return confidence.squeeze(-1)
 
     # ---- training -------------------------------------------------------------------------------------------------
 
     def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
         """Every base position drafts a block, as in decoding; the bias is that of the true token before each guess."""
         states, slots = batch.states, self.config.steps
-        context = self.context(states)
+        context = self.features(states)
         seen = self.context_norm(context)
         everywhere = torch.arange(context.shape[1], device=context.device)[None]
         bases = Bases.of(batch, min(steps, slots))
@@ -176,12 +180,15 @@ class BlockHead(CachingHead):
 
         for layer in self._layers():
             x = self.recomputed(run, layer, x)
+        added = self.added_by(self.vocabulary(batch))
         predictions = []
         for step in range(min(steps, slots)):
             trained = batch.bases(step + 2)[rows, positions]
-            r, p, slot = rows[trained], positions[trained], x[trained, step]
-            logits, confidence = self.follow(self.lm_head(slot), slot, states.tokens[r, p + 1 + step], step)
-            predictions.append(Prediction(logits, r, p + 1 + step, confidence=confidence))
+            r, at, slot = rows[trained], positions[trained] + 1 + step, x[trained, step]
+            seen = self.remember(slot, states.tokens[r, at], step)
+            logits = self.guess(slot) + self.markov_up(seen) if step else self.guess(slot)
+            logits = self.joined(logits, self.read_beside(slot, seen), 0, added, r, at)
+            predictions.append(Prediction(logits, r, at, confidence=self.confidence_in(slot, seen)))
         return predictions
 
     @torch.no_grad()
@@ -205,33 +212,41 @@ class BlockHead(CachingHead):
         output = self.target.output_rows(self.draft_ids)[0].float() * maps.scale
         self.lm_head.weight.copy_(output)
         self.markov_up.weight.copy_(output @ maps.markov_up)
+        if self.config.extends:
+            self.markov_context.weight.copy_(maps.markov_up)
+            self.context_scale.fill_(maps.scale)
         for layer in self._layers():
             layer.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def start(self, states: TargetStates, capacity: int) -> None:
-        slots, layers = self.config.steps, self.config.layers
-        cache = TreeCache(layers, states.tokens.shape[0], capacity + slots, self.draft_ids.device)
-        self.state = DraftState(cache, Unread(states))
+    @property
+    def cached_layers(self) -> int:
+        return self.config.layers
+
+    @property
+    def most_staged(self) -> int:
+        return self.config.steps
 
     def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
         """Draft the block.  What a token carries is no more than how far its children are believed ``[B, W, 1]``."""
         block = self._draft(pending)
-        self._block = block, self.lm_head(block)
+        self._block = block, self.guess(block)
         return self._guess(pending[:, None], depth=0)
 
     def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         return self._guess(tokens, depth)
 
     def _guess(self, before: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """What follows the tokens ``before [B, W]``: confidences ``[B, W, 1]`` and logits ``[B, W, Vd]``."""
+        """What follows the tokens ``before [B, W]``: confidences ``[B, W, 1]`` and logits ``[B, W, V']``."""
         assert self._block is not None
         block, logits = self._block
-        guess, confidence = self.follow(logits[:, depth, None], block[:, depth, None], before, depth)
-        return confidence[..., None], guess
+        slot, guess = block[:, depth, None], logits[:, depth, None]
+        seen = self.remember(slot, before, depth)
+        if depth:
+            guess = guess + self.markov_up(seen)
+        return self.confidence_in(slot, seen)[..., None], self.extended(guess, self.read_beside(slot, seen))
 
     def confidence_of(self, carry: Tensor) -> Tensor:
         return carry[..., 0].float()
@@ -239,7 +254,7 @@ class BlockHead(CachingHead):
     def _draft(self, pending: Tensor) -> Tensor:
         """Enter what was committed since the last call, and draft a block behind it: ``[B, K, H]``."""
         states, cache = self.state.unread.take(), self.state.cache
-        context = self.context(states)
+        context = self.features(states)
         seen = self.context_norm(context)
         last = (states.counts - 1)[:, None]
         cache.stage(seen.shape[1])

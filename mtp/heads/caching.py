@@ -35,16 +35,45 @@ class CachingConfig(LayerSizes, GrowingConfig):
 
 @dataclass
 class DraftState:
-    """One generation: entries that were read, the target's states that are to be read before the next guess, and what
-    the texts add to the vocabulary of heads that take up their tokens."""
+    """One generation, for heads with a cache.
+
+    Attributes:
+        cache: keys and values of what was read.
+        unread: the target's states that are to be read before the next guess.
+        context: what the texts add to the vocabulary; None where they add nothing.
+    """
 
     cache: TreeCache
     unread: Unread
-    context: ContextVocabulary | None = None
+    context: ContextVocabulary | None
+
+    def observe(self, states: TargetStates) -> None:
+        self.unread.add(states)
+        if self.context is not None:
+            self.context.observe(states.tokens, states.counts)
+
+    def select_rows(self, rows: Tensor) -> None:
+        self.cache.select_rows(rows, int(self.cache.lengths[rows].max()))
+        self.unread.select_rows(rows)
+        if self.context is not None:
+            self.context.select_rows(rows)
+
+    def rewind(self, length: int) -> int:
+        """An entry may hold the token after its position: the last one that is known to stay is one token short."""
+        kept = max(min(length - 1, int(self.cache.lengths[0])), 0)
+        self.cache.crop(kept)
+        self.unread = Unread()
+        if self.context is not None:
+            self.context.rewind(kept)
+        return kept
 
 
 class CachingHead(GrowingHead):
-    """A head with a cache.  It reads what was committed only when asked to guess, so that plain rounds cost nothing."""
+    """A head with a cache.  It reads what was committed only when asked to guess, so that plain rounds cost nothing.
+
+    Attributes:
+        cached_layers: that keep keys and values.
+    """
 
     config: CachingConfig
     state: DraftState
@@ -53,29 +82,20 @@ class CachingHead(GrowingHead):
     def default_sizes(cls, target: Target, asked: Mapping[str, Any]) -> dict[str, Any]:
         return {**super().default_sizes(target, asked), **layer_sizes(target)}
 
+    @property
+    def cached_layers(self) -> int:
+        return 1
+
+    @property
+    def most_staged(self) -> int:
+        """Entries of a round that are not there to stay, at most."""
+        return 2 * self.config.width * self.config.depth
+
     @torch.no_grad()
     def start(self, states: TargetStates, capacity: int) -> None:
-        staged = 2 * self.config.width * self.config.depth
-        cache = TreeCache(1, states.tokens.shape[0], capacity + staged, self.draft_ids.device)
-        self.state = DraftState(cache, Unread(states))
-
-    @torch.no_grad()
-    def observe(self, states: TargetStates) -> None:
-        self.state.unread.add(states)
-
-    @torch.no_grad()
-    def select_rows(self, rows: Tensor) -> None:
-        cache = self.state.cache
-        cache.select_rows(rows, int(cache.lengths[rows].max()))
-        self.state.unread.select_rows(rows)
-
-    @torch.no_grad()
-    def rewind(self, length: int) -> int:
-        """An entry may hold the token after its position: the last one that is known to stay is one token short."""
-        kept = max(min(length - 1, int(self.state.cache.lengths[0])), 0)
-        self.state.cache.crop(kept)
-        self.state.unread = Unread()
-        return kept
+        rows, device = states.tokens.shape[0], self.draft_ids.device
+        cache = TreeCache(self.cached_layers, rows, capacity + self.most_staged, device)
+        self.state = DraftState(cache, Unread(states), self.read_text(states))
 
     @torch.no_grad()
     def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:

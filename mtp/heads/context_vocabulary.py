@@ -160,44 +160,55 @@ class ContextVocabulary:
     Attributes:
         tokens: the texts' tokens that it adds.
         ids: ``[Vd + E]`` all that can be guessed.
+        lengths: ``[B]`` of the texts that were observed.
     """
 
     def __init__(self, target: Target, draft_ids: Tensor, batch: int, like: Tensor):
         self.target, self.draft_ids, self.like = target, draft_ids, like
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=draft_ids.device)
         self._lacks = lacking(draft_ids, target.vocab_size)
         self._has_read = False
-        self._skipped: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []  # tokens, how many of each row, and behind how many
         self._set(ContextTokens.none(batch, draft_ids.device))
 
-    def read(self, tokens: Tensor, counts: Tensor, lengths: Tensor, pending: Tensor) -> None:
-        """Take in ``tokens [B, T]``, ``counts [B]`` of them real, behind texts of ``lengths [B]``, and ``pending [B]``
-        behind these.
+    def observe(self, tokens: Tensor, counts: Tensor) -> None:
+        """Let ``tokens [B, T]``, of which ``counts [B]`` are real, wait to be read behind the others."""
+        self._waiting.append((tokens, counts, self.lengths))
+        self.lengths = self.lengths + counts
+
+    def read(self, pending: Tensor) -> None:
+        """Take in what waits, and ``pending [B]`` behind it.
 
         Away from the CPU what comes behind a prompt is taken in with the next prompt alone: whether some of it is new
         would be one more wait a round.
         """
-        if self._has_read and not growth.may_ask(tokens.device):
-            self._skipped.append((tokens, counts, lengths, pending))
-            return
-        self._has_read = True
-        offsets = torch.arange(tokens.shape[1] + 1, device=tokens.device)
-        # The pending token comes behind each row's real ones, in the place of padding or one further.
-        tokens = F.pad(tokens, (0, 1)).scatter(1, counts[:, None], pending[:, None])
-        wanted = self._lacks[tokens] & (offsets <= counts[:, None])
+        if not self._has_read or growth.may_ask(self.lengths.device):
+            self._take_in(*self._waiting, (pending[:, None], torch.ones_like(self.lengths), self.lengths))
+
+    def _take_in(self, *pieces: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._waiting, self._has_read = [], True
+        tokens, real, positions = [], [], []
+        for piece, counts, before in pieces:
+            offsets = torch.arange(piece.shape[1], device=piece.device)
+            tokens.append(piece)
+            real.append(offsets < counts[:, None])
+            positions.append(before[:, None] + offsets)
+        text = torch.cat(tokens, dim=1)
+        wanted = self._lacks[text] & torch.cat(real, dim=1)
         if wanted.any():
-            self._set(self.tokens.joined_by(tokens, lengths[:, None] + offsets, wanted))
+            self._set(self.tokens.joined_by(text, torch.cat(positions, dim=1), wanted))
 
     def select_rows(self, rows: Tensor) -> None:
-        self._skipped = []  # of a batch, which no prompt follows
+        self._waiting = [(tokens[rows], counts[rows], before[rows]) for tokens, counts, before in self._waiting]
+        self.lengths = self.lengths[rows]
         self._set(self.tokens.of_rows(rows))
 
     def rewind(self, length: int) -> None:
         """Forget what is behind the first ``length`` tokens; a prompt that goes on from there may follow."""
-        skipped, self._skipped = self._skipped, []
-        for piece in skipped:
-            self._has_read = False
-            self.read(*piece)
+        if self._waiting:
+            self._take_in(*self._waiting)
         self._has_read = False
+        self.lengths = self.lengths.clamp_max(length)
         self._set(self.tokens.before(length))
 
     def _set(self, tokens: ContextTokens) -> None:

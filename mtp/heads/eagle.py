@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from mtp.drafters.base import TargetStates
-from mtp.heads.autoregressive import AutoregressiveConfig
 from mtp.heads.base import TrainingBatch
+from mtp.heads.caching import CachingConfig
 from mtp.heads.layers import DraftLayer, Rotary, unit_scale
 from mtp.heads.target_output import TargetOutputHead
 from mtp.heads.warmstart import RidgeRegression
 
 
 @dataclass(frozen=True)
-class EagleConfig(AutoregressiveConfig):
+class EagleConfig(CachingConfig):
     """Sizes of an EAGLE head.
 
     Attributes:

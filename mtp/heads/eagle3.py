@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mtp.drafters.base import TargetStates
-from mtp.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead
+from mtp.heads.autoregressive import AutoregressiveHead
 from mtp.heads.base import TrainingBatch
+from mtp.heads.caching import CachingConfig
 from mtp.heads.context_vocabulary import OutputRows
 from mtp.heads.layers import DraftLayer, Rotary, unit_scale
 from mtp.heads.warmstart import RidgeRegression, carry_linear_map
@@ -24,7 +25,7 @@ from mtp.target import Target
 
 
 @dataclass(frozen=True)
-class Eagle3Config(AutoregressiveConfig):
+class Eagle3Config(CachingConfig):
     """Sizes of an EAGLE-3 head; ``taps`` are three layers."""
 
     def __post_init__(self) -> None:
@@ -60,9 +61,7 @@ class Eagle3Head(AutoregressiveHead):
         self.midlayer = Eagle3Layer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        if config.extends:  # how the target's rows are read beside those of lm_head, which have been trained
-            self.context_scale = nn.Parameter(torch.ones(1))
-            self.context_bias = nn.Parameter(torch.zeros(1))
+        self.add_context_weights()
         self.rotary = Rotary(config.head_dim, config.rope_parameters, config.max_positions)
 
     @classmethod
@@ -84,12 +83,12 @@ class Eagle3Head(AutoregressiveHead):
         layer = self.midlayer
         return hidden, torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(hidden)], dim=-1)
 
-    def guess(self, hidden: Tensor) -> Tensor:
+    def guess(self, hidden: Tensor, step: int = 0) -> Tensor:
         logits: Tensor = self.lm_head(self.norm(hidden))
         return logits
 
-    def guess_context(self, hidden: Tensor, rows: OutputRows) -> Tensor:
-        return rows(self.norm(hidden) * self.context_scale) + self.context_bias
+    def guess_context(self, hidden: Tensor, rows: OutputRows, step: int = 0) -> Tensor:
+        return super().guess_context(self.norm(hidden), rows, step)
 
     @torch.no_grad()
     def warm_start(self, batches: Iterable[TrainingBatch]) -> None:

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from mtp.drafters.base import Budget, Draw, TargetStates
+from mtp.drafters.base import Budget, Draw
 from mtp.growth import BestFirstGrowth, drawn_widths
-from mtp.heads.base import Head, HeadConfig
+from mtp.heads.extending import ExtendingConfig, ExtendingHead
 from mtp.heads.layers import gather_positions
 from mtp.packing import PackedLinears
 from mtp.tree import TokenTree
 
 
 @dataclass(frozen=True)
-class GrowingConfig(HeadConfig):
+class GrowingConfig(ExtendingConfig):
     """Sizes of a head whose trees grow.
 
     Attributes:
@@ -41,11 +41,11 @@ class GrowingConfig(HeadConfig):
         self.require(depth=1, width=1)
 
 
-class GrowingHead(Head):
+class GrowingHead(ExtendingHead):
     """A head that carries something from each drafted token to those behind it (``carry [B, W, C]``).
 
     A family says how the roots are read (``first``) and how a token is taken in (``then``).  Of the text it knows the
-    target's last hidden state alone (``state [B, 1, H]``), unless a family keeps more.
+    target's last hidden state alone, unless a family keeps more.
     """
 
     config: GrowingConfig
@@ -65,11 +65,6 @@ class GrowingHead(Head):
             depth: of these tokens; the root's children have 1.
         """
 
-    @property
-    def guessable(self) -> Tensor:
-        """``[V']`` the tokens that the logits of the round at hand are of; known once the roots are read."""
-        return self.draft_ids
-
     def confidence_of(self, carry: Tensor) -> Tensor | None:
         """``[B, W]`` what is added to the logits of the likeliest guesses' probabilities; see ``Prediction``."""
         return None
@@ -81,20 +76,9 @@ class GrowingHead(Head):
     def refresh(self) -> None:
         self._packed.refresh()  # some optimisers change weights without counting it
 
-    def start(self, states: TargetStates, capacity: int) -> None:
-        self.observe(states)
-
-    def observe(self, states: TargetStates) -> None:
-        self.state = gather_positions(states.hidden, (states.counts - 1)[:, None])
-
-    def select_rows(self, rows: Tensor) -> None:
-        self.state = self.state[rows]
-
-    def rewind(self, length: int) -> int:
-        return length
-
     @torch.no_grad()
     def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
+        self.read_pending(pending)
         with self._packed.active():
             return self._best_first(pending, budget) if draw is None else self._drawn(pending, budget, draw)
 

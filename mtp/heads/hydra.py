@@ -70,6 +70,7 @@ class HydraHead(GrowingHead):
         self.hydra_lm_head = nn.ModuleList(
             nn.Linear(width, config.draft_vocab_size, bias=False) for _ in range(config.steps)
         )
+        self.add_context_weights(config.steps)
         self.register_buffer("input_scale", torch.ones(2 * width))
 
     @classmethod
@@ -85,9 +86,13 @@ class HydraHead(GrowingHead):
         """``[...] -> [..., H]``, as the heads read them."""
         return self.target.embed(tokens).to(self.input_scale) / self.input_scale[self.config.hidden_size :]
 
-    def guess(self, inputs: Tensor, step: int) -> Tensor:
-        """Logits ``[..., Vd]`` of head ``step`` from ``inputs [..., (step + 2) H]``: a state, then the tokens."""
-        logits: Tensor = self.hydra_lm_head[step](self.hydra_mlp[step](inputs.to(self.output_dtype)))
+    def think(self, inputs: Tensor, step: int) -> Tensor:
+        """``[..., H]`` behind the blocks of head ``step``, from ``[..., (step + 2) H]``: a state, then the tokens."""
+        hidden: Tensor = self.hydra_mlp[step](inputs.to(self.output_dtype))
+        return hidden
+
+    def guess(self, hidden: Tensor, step: int = 0) -> Tensor:
+        logits: Tensor = self.hydra_lm_head[step](hidden)
         return logits
 
     def read(self, batch: TrainingBatch, bases: Bases) -> Tensor:
@@ -99,13 +104,18 @@ class HydraHead(GrowingHead):
         rows, positions = bases.rows, bases.positions
         inputs = self.read(batch, bases) / self.input_scale[: self.config.hidden_size]
         tokens = batch.states.tokens
+        added = self.added_by(self.vocabulary(batch))
+
+        def guess(inputs: Tensor, step: int, rows: Tensor, at: Tensor) -> Tensor:
+            return self.logits_of(self.think(inputs, step), step, added, rows, at)
+
         predictions = []
         for step in range(min(steps, self.config.steps)):
             following = tokens[rows, (positions + 1 + step).clamp_max(tokens.shape[1] - 1)]
             inputs = torch.cat([inputs, self.embed(following)], dim=-1)
             trained = batch.bases(step + 2)[rows, positions]
-            logits = self.recomputed(self.guess, inputs[trained], step)
-            predictions.append(Prediction(logits, rows[trained], positions[trained] + 1 + step))
+            known = rows[trained], positions[trained] + 1 + step
+            predictions.append(Prediction(self.recomputed(guess, inputs[trained], step, *known), *known))
         return predictions
 
     @torch.no_grad()
@@ -128,21 +138,27 @@ class HydraHead(GrowingHead):
             narrowing.get_parameter("weight").copy_(fit.solve(step) * scale)
             narrowing.get_parameter("bias").zero_()
             self.hydra_lm_head[step].get_parameter("weight").copy_(output)
+        if self.config.extends:
+            self.context_scale.fill_(fit.output_scale())
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 
     def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
-        return self._begin(self.state, pending)
+        return self._begin(self.state.hidden, pending)
 
     def _begin(self, states: Tensor, pending: Tensor) -> tuple[Tensor, Tensor]:
         """``first``, from what heads read of the text, ``[B, 1, H]``."""
         states = states.to(self.input_scale) / self.input_scale[: self.config.hidden_size]
         carry = torch.cat([states, self.embed(pending[:, None])], dim=-1)
-        return carry, self.guess(carry, 0)
+        return carry, self._guess(carry, 0)
 
     def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         carry = torch.cat([carry, self.embed(tokens)], dim=-1)
-        return carry, self.guess(carry, depth)
+        return carry, self._guess(carry, depth)
+
+    def _guess(self, inputs: Tensor, step: int) -> Tensor:
+        hidden = self.think(inputs, step)
+        return self.extended(self.guess(hidden, step), hidden, step)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from mtp.drafters.base import Budget, Draw, TargetStates
-from mtp.heads.base import Head, HeadConfig, Prediction, TrainingBatch
+from mtp.drafters.base import Budget, Draw
+from mtp.heads.base import Prediction, TrainingBatch
+from mtp.heads.context_vocabulary import OutputRows
+from mtp.heads.extending import ExtendingConfig, ExtendingHead
 from mtp.heads.layers import ResidualBlock
 from mtp.heads.warmstart import RidgeRegression
 from mtp.packing import PackedLinears
@@ -27,7 +29,7 @@ RANKS = 10  # guesses of one head that a tree may hold
 
 
 @dataclass(frozen=True)
-class MedusaConfig(HeadConfig):
+class MedusaConfig(ExtendingConfig):
     """Sizes of a Medusa head.  ``steps`` is the number of heads.
 
     Attributes:
@@ -51,7 +53,7 @@ class MedusaConfig(HeadConfig):
         return tuple(tuple(0.4 * 0.75**step * 0.4**rank for rank in range(ranks)) for step in range(self.steps))
 
 
-class MedusaHead(Head):
+class MedusaHead(ExtendingHead):
     """See the module's text."""
 
     family: ClassVar[str] = "medusa"
@@ -69,23 +71,38 @@ class MedusaHead(Head):
         self.lm_heads = nn.ModuleList(
             nn.Linear(width, config.draft_vocab_size, bias=False) for _ in range(config.steps)
         )
+        if config.extends:  # where the target's rows would read each head's guess, which lm_heads read as it is
+            self.context_maps = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(config.steps))
+        self.add_context_weights(config.steps)
 
-    def guess(self, hidden: Tensor, step: int) -> Tensor:
-        """Logits ``[..., Vd]`` of head ``step`` from final hidden states ``[..., H]``."""
-        logits: Tensor = self.lm_heads[step](self.blocks[step](hidden))
+    def think(self, states: Tensor, step: int) -> Tensor:
+        """``[..., H]`` behind the blocks of head ``step``, from final hidden states ``[..., H]``."""
+        hidden: Tensor = self.blocks[step](states)
+        return hidden
+
+    def guess(self, hidden: Tensor, step: int = 0) -> Tensor:
+        logits: Tensor = self.lm_heads[step](hidden)
         return logits
+
+    def guess_context(self, hidden: Tensor, rows: OutputRows, step: int = 0) -> Tensor:
+        return super().guess_context(self.context_maps[step](hidden), rows, step)
 
     def output_matrix(self, step: int) -> Tensor:
         """``[Vd, H]`` of head ``step``."""
         return self.lm_heads[step].get_parameter("weight")
 
     def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
+        added = self.added_by(self.vocabulary(batch))
+
+        def guess(states: Tensor, step: int, rows: Tensor, at: Tensor) -> Tensor:
+            return self.logits_of(self.think(states, step), step, added, rows, at)
+
         predictions = []
-        hidden = batch.states.hidden.to(self.output_matrix(0).dtype)
+        states = batch.states.hidden.to(self.output_matrix(0).dtype)
         for step in range(min(steps, self.config.steps)):
             rows, bases = batch.bases(step + 2).nonzero(as_tuple=True)
-            logits = self.recomputed(self.guess, hidden[rows, bases], step)
-            predictions.append(Prediction(logits, rows, bases + 1 + step))
+            known = rows, bases + 1 + step
+            predictions.append(Prediction(self.recomputed(guess, states[rows, bases], step, *known), *known))
         return predictions
 
     @torch.no_grad()
@@ -102,7 +119,10 @@ class MedusaHead(Head):
                 fit.add(hidden[rows, bases], hidden[rows, bases + 1 + step])
         output = self.target.output_rows(self.draft_ids)[0].float()
         for step, fit in enumerate(fits):
-            self.output_matrix(step).copy_(output @ fit.solve())
+            onto_next = fit.solve()
+            self.output_matrix(step).copy_(output @ onto_next)
+            if self.config.extends:
+                self.context_maps[step].get_parameter("weight").copy_(onto_next)
         for parameter in self.blocks.parameters():
             parameter.zero_()
 
@@ -122,20 +142,6 @@ class MedusaHead(Head):
     def refresh(self) -> None:
         self._packed.refresh()  # some optimisers change weights without counting it
 
-    def start(self, states: TargetStates, capacity: int) -> None:
-        self.observe(states)
-
-    def observe(self, states: TargetStates) -> None:
-        """Only the last committed token's state matters."""
-        last = (states.counts - 1)[:, None, None].expand(-1, 1, states.hidden.shape[2])
-        self.state = states.hidden.gather(1, last)[:, 0].to(self.output_matrix(0).dtype)
-
-    def select_rows(self, rows: Tensor) -> None:
-        self.state = self.state[rows]
-
-    def rewind(self, length: int) -> int:
-        return length
-
     @torch.no_grad()
     def propose(self, pending: Tensor, budget: Budget, draw: Draw | None = None) -> TokenTree:
         if budget.costs is None:
@@ -145,8 +151,9 @@ class MedusaHead(Head):
         depth = max(tree.depths)
         if depth == 0:
             return TokenTree.root_only(pending)
+        self.read_pending(pending)
         with self._packed.active():
-            logits = torch.stack([self.guess(self.state, step) for step in range(depth)], dim=1).float()
+            logits = torch.cat([self._guess(step) for step in range(depth)], dim=1).float()
         log_probs = logits.log_softmax(-1) if draw is None else draw.log_probs(logits)
         count = max(tree.ranks) + 1
         batch, device = pending.shape[0], pending.device
@@ -162,7 +169,7 @@ class MedusaHead(Head):
         picked = choice.gather(2, ranks[1:, None].expand(batch, -1, 1))[..., 0]
         log_q = log_probs[:, depths[1:] - 1].gather(2, picked[..., None])[..., 0]
         return TokenTree(
-            tokens=torch.cat([pending[:, None], self.draft_ids[picked]], dim=1),
+            tokens=torch.cat([pending[:, None], self.guessable[picked]], dim=1),
             parents=torch.tensor(tree.parents, device=device).expand(batch, -1),
             depths=depths.expand(batch, -1),
             valid=torch.ones(batch, len(tree.parents), dtype=torch.bool, device=device),
@@ -171,9 +178,14 @@ class MedusaHead(Head):
             q=None if draw is None else self._dense_q(log_probs, depths),
         )
 
+    def _guess(self, step: int) -> Tensor:
+        """``[B, 1, V']`` logits of head ``step``, for the text at hand."""
+        hidden = self.think(self.state.hidden.to(self.output_matrix(step).dtype), step)
+        return self.extended(self.guess(hidden, step), hidden, step)
+
     def _dense_q(self, log_probs: Tensor, depths: Tensor) -> Tensor:
         """``[B, N, V]``: what the children of each node were drawn from; zero at the deepest nodes, which have none."""
         batch, steps, _ = log_probs.shape
         dense = log_probs.new_zeros(batch, steps + 1, self.config.vocab_size)
-        dense[:, :steps, self.draft_ids] = log_probs.exp()
+        dense[:, :steps, self.guessable] = log_probs.exp()
         return dense[:, depths]

@@ -21,8 +21,9 @@ from transformers.cache_utils import DynamicCache
 
 from mtp.attention import AttentionPass
 from mtp.drafters.base import TargetStates
-from mtp.heads.autoregressive import AutoregressiveConfig, Past, UnrolledLayer
+from mtp.heads.autoregressive import Past, UnrolledLayer
 from mtp.heads.base import TrainingBatch
+from mtp.heads.caching import CachingConfig
 from mtp.heads.layers import LayerSizes, gather_positions
 from mtp.heads.shipped import checkpoint_folder, shipped_module
 from mtp.heads.target_layer import ADVICE, TargetLayer, full_attention_layer
@@ -38,7 +39,7 @@ OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h",
 
 
 @dataclass(frozen=True)
-class MtpModuleConfig(AutoregressiveConfig):
+class MtpModuleConfig(CachingConfig):
     """Sizes of an MTP module; those of attention and MLP are the target's, and stand here for the record.
 
     Attributes:

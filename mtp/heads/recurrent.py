@@ -63,6 +63,7 @@ class RecurrentHead(GrowingHead):
         self.rnn_w = nn.Linear(width, width, bias=False)
         blocks = [ResidualBlock(width) for _ in range(config.layers)]
         self.lm_head = nn.Sequential(*blocks, nn.Linear(width, config.draft_vocab_size, bias=False))
+        self.add_context_weights()
         self.register_buffer("input_scale", torch.ones(2 * width))
 
     def take_in(self, tokens: Tensor, state: Tensor) -> Tensor:
@@ -70,28 +71,37 @@ class RecurrentHead(GrowingHead):
         embeddings = self.target.embed(tokens).to(self.input_scale) / self.input_scale[self.config.hidden_size :]
         return F.silu(self.rnn_w(embeddings.to(self.rnn_w.weight.dtype)) + self.rnn_u(state))
 
-    def context(self, hidden: Tensor) -> Tensor:
-        """Final hidden states ``[..., H]`` as ``guess`` reads them."""
+    def ending(self, hidden: Tensor) -> Tensor:
+        """Final hidden states ``[..., H]`` as ``read`` takes them."""
         scaled = hidden.to(self.input_scale) / self.input_scale[: self.config.hidden_size]
         return scaled.to(self.rnn_w.weight.dtype)
 
-    def guess(self, context: Tensor, state: Tensor) -> Tensor:
-        """Logits ``[..., Vd]``."""
-        logits: Tensor = self.lm_head(self.input_proj(torch.cat([context, state], dim=-1)))
+    def read(self, ending: Tensor, state: Tensor) -> Tensor:
+        """``[..., H]`` what a guess is made from: how the text ends, and the recurrent state."""
+        hidden: Tensor = self.lm_head[:-1](self.input_proj(torch.cat([ending, state], dim=-1)))
+        return hidden
+
+    def guess(self, hidden: Tensor, step: int = 0) -> Tensor:
+        logits: Tensor = self.lm_head[-1](hidden)
         return logits
 
     def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
         tokens, bases = batch.states.tokens, Bases.of(batch, steps)
         rows, positions = bases.rows, bases.positions
-        context = self.context(batch.states.hidden[rows, positions])
-        state = torch.zeros_like(context)
+        ending = self.ending(batch.states.hidden[rows, positions])
+        state = torch.zeros_like(ending)
+        added = self.added_by(self.vocabulary(batch))
+
+        def guess(ending: Tensor, state: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+            return self.logits_of(self.read(ending, state), 0, added, rows, at)
+
         predictions = []
         for step in range(steps):
             following = tokens[rows, (positions + 1 + step).clamp_max(tokens.shape[1] - 1)]
             state = self.recomputed(self.take_in, following, state)
             trained = batch.bases(step + 2)[rows, positions]
-            logits = self.recomputed(self.guess, context[trained], state[trained])
-            predictions.append(Prediction(logits, rows[trained], positions[trained] + 1 + step))
+            known = rows[trained], positions[trained] + 1 + step
+            predictions.append(Prediction(self.recomputed(guess, ending[trained], state[trained], *known), *known))
         return predictions
 
     @torch.no_grad()
@@ -125,18 +135,21 @@ class RecurrentHead(GrowingHead):
             if isinstance(block, ResidualBlock):
                 block.start_small()
         self.lm_head[-1].get_parameter("weight").copy_(self.target.output_rows(self.draft_ids)[0] * scale)
+        if self.config.extends:
+            self.context_scale.fill_(scale)
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 
     def first(self, pending: Tensor) -> tuple[Tensor, Tensor]:
-        return self._after(pending[:, None], torch.zeros_like(self.context(self.state)))
+        return self._after(pending[:, None], torch.zeros_like(self.ending(self.state.hidden)))
 
     def then(self, tokens: Tensor, carry: Tensor, seen: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         return self._after(tokens, carry)
 
     def _after(self, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         state = self.take_in(tokens, state)
-        return state, self.guess(self.context(self.state).expand_as(state), state)
+        hidden = self.read(self.ending(self.state.hidden).expand_as(state), state)
+        return state, self.extended(self.guess(hidden), hidden)
 
 
 def _fit_readout(fit: ChainRegression, transition: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,10 +56,10 @@ class TargetOutputHead(AutoregressiveHead):
         """``[..., H]`` hidden states of the layer as the output matrix reads them."""
         return hidden
 
-    def guess(self, hidden: Tensor) -> Tensor:
+    def guess(self, hidden: Tensor, step: int = 0) -> Tensor:
         return self.read_out(self.readable(hidden))
 
-    def guess_context(self, hidden: Tensor, rows: OutputRows) -> Tensor:
+    def guess_context(self, hidden: Tensor, rows: OutputRows, step: int = 0) -> Tensor:
         return self.target.scale_logits(rows(self.readable(hidden)))
 
     @property
