@@ -327,6 +327,8 @@ class Decoder:
 
 def _states_along(path: Tensor, counts: Tensor, tree: TokenTree, hidden: Tensor, taps: Tensor | None) -> TargetStates:
     """The states of the nodes that were committed, in order."""
+    if tree.num_nodes == 1:  # nothing to pick from, in rounds that are decoded plainly
+        return TargetStates(tree.tokens, hidden, taps, counts)
 
     def pick(states: Tensor) -> Tensor:
         return states.gather(1, path[..., None].expand(-1, -1, states.shape[2]))

@@ -191,7 +191,8 @@ def test_a_head_of_the_whole_vocabulary_has_nothing_to_take_up(family: str, targ
     assert not OF_THE_TEXT & {name.split(".")[0] for name, _ in head.named_parameters()}
 
 
-def test_what_the_text_holds_is_learnt_and_kept() -> None:
+@pytest.mark.parametrize("family", ["block", "eagle3", "hydra", "hydra_plus", "medusa", "redrafter"])
+def test_what_the_text_holds_is_learnt_and_kept(family: str) -> None:
     """Trained on one answer: with its draft vocabulary alone a head cannot guess what the text has said before."""
     model = tiny_model(seed=5)
     prompt = random_prompts([6], seed=5)
@@ -199,7 +200,7 @@ def test_what_the_text_holds_is_learnt_and_kept() -> None:
     target = Target(model)
     kept = {}
     for extends in (False, True):
-        head = tiny_head("eagle3", target, draft_vocab=4, steps=3, context_vocabulary=extends).train()
+        head = tiny_head(family, target, draft_vocab=4, steps=3, context_vocabulary=extends).train()
         row = Row(tuple(prompt[0]), tuple(answer))
         batch = training_batch(OnlineFeatures(target, [row], head.taps), [0])
         optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)

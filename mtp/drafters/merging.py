@@ -41,15 +41,27 @@ def merge(trees: Sequence[TokenTree], reliability: Reliability) -> Candidates:
         trees: with the same roots, and none with drawn children.
         reliability: has a group for every set of trees.
     """
+    guessing = [at for at, each in enumerate(trees) if each.num_nodes > 1]
+    if len(guessing) < 2:  # nothing can be said twice
+        alone = guessing[0] if guessing else 0
+        tree = TokenTree(*(getattr(trees[alone], name) for name in ("tokens", "parents", "depths", "valid")))
+        promised = _promises(trees[alone]).clamp_max(MOST)
+        return _weighed(tree, promised, torch.full_like(tree.tokens, 1 << alone), reliability)
     tree, same = _laid_together(trees)
     promises = torch.cat([_promises(each) for each in trees], dim=1)
     bits = torch.cat([tree.tokens.new_full((each.num_nodes,), 1 << at) for at, each in enumerate(trees)])
     members = same.to(promises.dtype)
     promised = -torch.expm1(members @ torch.log1p(-promises.clamp_max(MOST))[..., None])[..., 0]
     group = (members @ bits.to(members.dtype)).long().clamp_max(2 ** len(trees) - 1)
+    return _weighed(tree, promised, group, reliability)
+
+
+def _weighed(tree: TokenTree, promised: Tensor, group: Tensor, reliability: Reliability) -> Candidates:
+    """What each node is worth, from what is promised of it given its parent."""
     log_q = reliability.believed(promised, group).log()
     log_q[:, 0] = 0.0
-    worth = torch.where(tree.valid, _path_sums(log_q, tree.parents.clamp_min(0), _doublings(trees)).exp(), 0.0)
+    doublings = _doublings(tree.num_nodes)
+    worth = torch.where(tree.valid, _path_sums(log_q, tree.parents.clamp_min(0), doublings).exp(), 0.0)
     return Candidates(replace(tree, log_q=log_q, worth=worth), promised, group)
 
 
@@ -91,7 +103,7 @@ def _laid_together(trees: Sequence[TokenTree]) -> tuple[TokenTree, Tensor]:
     starts = accumulate([tree.num_nodes for tree in trees], initial=0)
     # A root is its own parent here.
     above = torch.cat([tree.parents.clamp_min(0) + start for tree, start in zip(trees, starts, strict=False)], dim=1)
-    same = _same_paths(tokens, depths, valid, above, _doublings(trees))
+    same = _same_paths(tokens, depths, valid, above, _doublings(max(tree.num_nodes for tree in trees)))
     first = same.byte().argmax(-1)  # of several maxima the first
     index = torch.arange(tokens.shape[1], device=tokens.device)
     alive = same.diagonal(dim1=1, dim2=2) & (first == index)
@@ -99,9 +111,9 @@ def _laid_together(trees: Sequence[TokenTree]) -> tuple[TokenTree, Tensor]:
     return TokenTree(tokens, parents, depths, alive), same
 
 
-def _doublings(trees: Sequence[TokenTree]) -> int:
-    """After how many doublings of a step up the path every node of these trees is at its root."""
-    return (max(tree.num_nodes for tree in trees) - 1).bit_length()
+def _doublings(nodes: int) -> int:
+    """After how many doublings of a step up the path every node of a tree of ``nodes`` nodes is at its root."""
+    return (nodes - 1).bit_length()
 
 
 def _promises(tree: TokenTree) -> Tensor:
