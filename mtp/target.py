@@ -22,7 +22,8 @@ from mtp.compiled import CompiledLayers, CompileReport
 from mtp.compiling import captured_passes, compile_layers
 from mtp.fingerprint import fingerprint
 from mtp.graphs import Capture, CapturedPasses, CudaCapture, shape_of
-from mtp.offload import execution_device, is_offloaded
+from mtp.offload import execution_device
+from mtp.output_matrix import OutputMatrix
 from mtp.packing import PackedLinears
 from mtp.patches import attention_implementation, evaluation_mode, output_kept, stream_into, without_layers
 from mtp.support import MASKED_BY_ARGUMENT, UnsupportedTargetError, position_limit, refuse_unsupported
@@ -68,6 +69,7 @@ class Target:
         refuse_unsupported(self.causal_lm, self.config)
         self.backbone, self.layers = find_decoder(self.causal_lm, self.config.num_hidden_layers)
         self.configs = list({id(m.config): m.config for m in self.causal_lm.modules() if hasattr(m, "config")}.values())
+        self.output = OutputMatrix(self.causal_lm, self.config)
         self._packed = PackedLinears(self.causal_lm)
         self._compiled: CompiledLayers | None = None
         self._captured: CapturedPasses | None = None
@@ -80,7 +82,7 @@ class Target:
     @property
     def vocab_size(self) -> int:
         """Rows of the output matrix."""
-        return self.output_matrix.shape[0]
+        return self.output.weight.shape[0]
 
     @property
     def hidden_size(self) -> int:
@@ -107,7 +109,7 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.output_matrix.dtype
+        return self.output.weight.dtype
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -115,11 +117,6 @@ class Target:
         ids = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
         ids = self.config.eos_token_id if ids is None else ids
         return [] if ids is None else list(ids) if isinstance(ids, list | tuple) else [ids]
-
-    @property
-    def output_matrix(self) -> Tensor:
-        """``[V, H]``, the weights that turn last hidden states into logits."""
-        return self.causal_lm.get_output_embeddings().weight
 
     def default_taps(self) -> tuple[int, int, int]:
         """A low, a middle and a high layer (EAGLE-3, arXiv 2503.01840).
@@ -136,53 +133,7 @@ class Target:
 
     def unembed(self, hidden: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """``[..., H]`` last hidden states (after the final norm) to logits ``[..., V]``, or over ``token_ids`` only."""
-        layer = self.causal_lm.get_output_embeddings()
-        weight = layer.weight
-        if token_ids is None or type(weight) is not nn.Parameter or is_offloaded(weight):
-            # As the model does it: quantised weights multiply by themselves, offloaded ones are fetched by a hook.
-            logits = layer(hidden.to(self.dtype))
-            logits = logits if token_ids is None else logits[..., token_ids.to(logits.device)]
-        else:
-            token_ids = token_ids.to(weight.device)
-            bias = None if layer.bias is None else layer.bias[token_ids]
-            logits = torch.nn.functional.linear(hidden.to(weight), weight[token_ids], bias)
-        return self.scale_logits(logits)
-
-    def scale_logits(self, logits: Tensor) -> Tensor:
-        """``[..., V]`` what the output matrix gives, scaled and capped as the architecture has it."""
-        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
-            logits = cap * torch.tanh(logits / cap)
-        if (scale := getattr(self.config, "logit_scale", None)) is not None:  # Cohere
-            logits = logits * scale
-        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:  # Granite
-            logits = logits / divisor
-        return logits
-
-    @property
-    def has_output_rows(self) -> bool:
-        """Whether single rows of the output matrix can be read: it is neither quantised nor adapted nor offloaded."""
-        layer = self.causal_lm.get_output_embeddings()
-        return isinstance(layer, nn.Linear) and type(layer.weight) is nn.Parameter and not is_offloaded(layer.weight)
-
-    def output_rows(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Weights ``[n, H]`` and biases ``[n]`` of the output matrix for ``token_ids [n]``, for a head to keep.
-
-        Raises:
-            UnsupportedTargetError: if they cannot be read: quantised, adapted or offloaded.
-        """
-        layer = self.causal_lm.get_output_embeddings()
-        weight = layer.weight
-        if not self.has_output_rows:
-            raise UnsupportedTargetError(
-                f"The output matrix of this target is a {type(layer).__name__} over a {type(weight).__name__} on "
-                f"{weight.device.type}, whose rows cannot be copied. Load the target with an output matrix that is "
-                "neither quantised nor adapted nor offloaded, or train a head that has one of its own, without a warm "
-                "start (head.family=eagle3 head.warm_start_positions=0)."
-            )
-        if torch.equal(token_ids.cpu(), torch.arange(weight.shape[0])):
-            return weight, layer.bias  # all of it: no copy
-        token_ids = token_ids.to(weight.device)
-        return weight[token_ids], None if layer.bias is None else layer.bias[token_ids]
+        return self.output.logits(hidden, token_ids)
 
     def compile(self, progress: bool = True) -> CompileReport:
         """Make passes shorter for this machine; see ``mtp.compiling``.

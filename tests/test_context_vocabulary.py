@@ -16,6 +16,7 @@ from mtp.heads import HEADS, Head
 from mtp.heads.context_vocabulary import NEVER, ContextTokens, ContextVocabulary, lacking
 from mtp.heads.extending import ExtendingHead
 from mtp.model import SpeculativeModel
+from mtp.output_matrix import OutputMatrix
 from mtp.support import UnsupportedTargetError
 from mtp.target import Target
 from train.batches import training_batch
@@ -146,7 +147,7 @@ def test_a_conversation_that_was_left_for_others_has_its_own_tokens(target: Targ
 
 
 def test_an_output_matrix_that_cannot_be_read_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Target, "has_output_rows", property(lambda self: False))
+    monkeypatch.setattr(OutputMatrix, "has_rows", property(lambda self: False))
     target = tiny_target()
     with pytest.raises(UnsupportedTargetError, match="context_vocabulary"):
         HEADS["eagle3"].from_target(target, torch.arange(OWN), context_vocabulary=True)

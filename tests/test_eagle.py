@@ -90,7 +90,7 @@ def test_the_targets_output_matrix_is_neither_trained_nor_saved_nor_copied_whole
     head.unroll(batch_for(target), 1)[0].logits.sum().backward()
     assert head.fc.weight.grad is not None
     assert head.output_layer.weight.grad is None
-    assert head.output_layer.weight.data_ptr() == target.output_matrix.data_ptr()
+    assert head.output_layer.weight.data_ptr() == target.output.weight.data_ptr()
     assert not any("output" in name or "lm_head" in name for name in head.state_dict())
 
 
@@ -178,7 +178,7 @@ def certain_of(texts: Tensor, wrong_at: int) -> object:
     """A stand-in for ``guess`` of a head that is sure of the text, except at one step of its unrolling."""
     calls = iter(range(100))
 
-    def guess(hidden: Tensor) -> Tensor:
+    def guess(hidden: Tensor, step: int = 0) -> Tensor:
         # Of fewer bases than tokens, those that are left here are the foremost.
         right = texts if next(calls) != wrong_at else (texts + 1) % VOCAB
         return 50.0 * torch.nn.functional.one_hot(right[: len(hidden)], VOCAB).float()

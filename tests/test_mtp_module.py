@@ -104,7 +104,7 @@ def ship(head: MtpModuleHead, architecture: str, folder: Path) -> dict[str, Tens
             tensors |= one_by_one(prefix + theirs, tensor)
     if names is DEEPSEEK:
         tensors[f"{prefix}embed_tokens.weight"] = head.target.causal_lm.get_input_embeddings().weight
-        tensors[f"{prefix}shared_head.head.weight"] = head.target.output_matrix
+        tensors[f"{prefix}shared_head.head.weight"] = head.target.output.weight
     write(tensors, folder)
     return tensors
 

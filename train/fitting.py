@@ -32,7 +32,7 @@ def make_head(config: RunConfig, target: Target, draft_ids: Tensor) -> Head:
     section = config.head
     family, sizes = check_head(config)
     if section.warm_start_positions > 0:
-        target.output_rows(draft_ids[:1])  # a warm start copies rows of the target's output matrix
+        target.output.rows(draft_ids[:1])  # a warm start copies rows of the target's output matrix
     try:
         head = family.from_target(
             target, draft_ids.to(target.device), steps=section.steps, nodes=section.nodes, **sizes

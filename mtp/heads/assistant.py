@@ -180,7 +180,7 @@ class AssistantHead(Head):
         for batch in batches:
             read = batch.bases(1)
             fit.add(self._hidden(batch)[read], batch.states.hidden[read])
-        output.weight.copy_(self.target.output_matrix.float() @ fit.solve())
+        output.weight.copy_(self.target.output.weight.float() @ fit.solve())
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 

@@ -209,7 +209,7 @@ class BlockHead(CachingHead):
         self.slots.bias.copy_(maps.slots_bias.flatten())
         for down, start in zip(self.markov_down, maps.markov_down, strict=True):
             down.get_parameter("weight").copy_(start)
-        output = self.target.output_rows(self.draft_ids)[0].float() * maps.scale
+        output = self.target.output.rows(self.draft_ids)[0].float() * maps.scale
         self.lm_head.weight.copy_(output)
         self.markov_up.weight.copy_(output @ maps.markov_up)
         if self.config.extends:

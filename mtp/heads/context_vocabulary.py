@@ -135,7 +135,7 @@ class OutputRows:
         Args:
             pack: for products with a few rows on a CPU, through which no gradient flows.
         """
-        weight, bias = (None if part is None else part.detach().to(like) for part in target.output_rows(ids))
+        weight, bias = (None if part is None else part.detach().to(like) for part in target.output.rows(ids))
         assert weight is not None
         if pack and packing.is_available() and packing.is_packable(weight):
             return cls(packing.pack(weight), bias, is_packed=True)

@@ -126,7 +126,7 @@ class Eagle3Head(AutoregressiveHead):
         carry_linear_map(layer, torch.cat([a, m - identity], dim=1))
         layer.mlp.down_proj.weight.zero_()
         self.norm.weight.fill_(1.0)
-        self.lm_head.weight.copy_(self.target.output_rows(self.draft_ids)[0] * scale)
+        self.lm_head.weight.copy_(self.target.output.rows(self.draft_ids)[0] * scale)
         if self.config.extends:
             self.context_scale.fill_(scale)
 

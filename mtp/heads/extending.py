@@ -120,12 +120,12 @@ class ExtendingHead(Head):
 
     @classmethod
     def default_sizes(cls, target: Target, asked: Mapping[str, Any]) -> dict[str, Any]:
-        if asked.get("context_vocabulary") and not target.has_output_rows:
+        if asked.get("context_vocabulary") and not target.output.has_rows:
             raise UnsupportedTargetError(
                 "context_vocabulary=true: tokens of the text are guessed by their rows of the target's output matrix, "
                 "which cannot be read one by one here (quantised, adapted or offloaded). Set it to false."
             )
-        return {**super().default_sizes(target, asked), "context_vocabulary": target.has_output_rows}
+        return {**super().default_sizes(target, asked), "context_vocabulary": target.output.has_rows}
 
     def add_context_weights(self, steps: int = 1) -> None:
         """Weights by which the target's rows are read beside an output matrix that is trained, one of ``steps``."""
@@ -152,7 +152,7 @@ class ExtendingHead(Head):
     @property
     def takes_up(self) -> bool:
         """Whether texts add anything, with this target."""
-        return self.config.extends and self.target.has_output_rows
+        return self.config.extends and self.target.output.has_rows
 
     # ---- training -------------------------------------------------------------------------------------------------
 

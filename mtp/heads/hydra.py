@@ -128,7 +128,7 @@ class HydraHead(GrowingHead):
             fit.add(batch, bases, self.read(batch, bases), self.target.embed)
         self.input_scale.copy_(fit.input_scale())
         state, token = self.input_scale.chunk(2)
-        output = self.target.output_rows(self.draft_ids)[0] * fit.output_scale()
+        output = self.target.output.rows(self.draft_ids)[0] * fit.output_scale()
         for step in range(self.config.steps):
             for block in self.hydra_mlp[step].children():
                 assert isinstance(block, ResidualBlock)

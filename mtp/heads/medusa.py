@@ -117,7 +117,7 @@ class MedusaHead(ExtendingHead):
                 rows, bases = batch.bases(step + 2).nonzero(as_tuple=True)
                 hidden = batch.states.hidden
                 fit.add(hidden[rows, bases], hidden[rows, bases + 1 + step])
-        output = self.target.output_rows(self.draft_ids)[0].float()
+        output = self.target.output.rows(self.draft_ids)[0].float()
         for step, fit in enumerate(fits):
             onto_next = fit.solve()
             self.output_matrix(step).copy_(output @ onto_next)

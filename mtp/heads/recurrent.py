@@ -134,7 +134,7 @@ class RecurrentHead(GrowingHead):
         for block in self.lm_head:
             if isinstance(block, ResidualBlock):
                 block.start_small()
-        self.lm_head[-1].get_parameter("weight").copy_(self.target.output_rows(self.draft_ids)[0] * scale)
+        self.lm_head[-1].get_parameter("weight").copy_(self.target.output.rows(self.draft_ids)[0] * scale)
         if self.config.extends:
             self.context_scale.fill_(scale)
 

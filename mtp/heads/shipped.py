@@ -130,7 +130,7 @@ def _without_shared(tensors: dict[str, Tensor], target: Target, folder: str | Pa
     """Leave out copies of the target's embedding and output matrix, which the module uses as they are."""
     shared = {
         "embed_tokens.weight": target.causal_lm.get_input_embeddings().weight,
-        "shared_head.head.weight": target.output_matrix,
+        "shared_head.head.weight": target.output.weight,
     }
     for name, weight in shared.items():
         if name in tensors and not torch.equal(tensors[name].to(weight), weight):

@@ -6,7 +6,6 @@ the very same tensor.
 
 from __future__ import annotations
 
-import inspect
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -17,8 +16,6 @@ from mtp.heads.autoregressive import AutoregressiveHead
 from mtp.heads.context_vocabulary import OutputRows
 from mtp.packing import PackedLinears
 from mtp.target import Target
-
-LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # what Target.scale_logits reads
 
 
 class TargetOutputHead(AutoregressiveHead):
@@ -35,7 +32,7 @@ class TargetOutputHead(AutoregressiveHead):
         if self._target and target is self.target:
             return self
         super().attach(target)
-        target.output_rows(self.draft_ids[:1])  # refuses a target whose output matrix cannot be read
+        target.output.rows(self.draft_ids[:1])  # refuses a target whose output matrix cannot be read
         self._forget_output()
         return self
 
@@ -50,7 +47,7 @@ class TargetOutputHead(AutoregressiveHead):
 
     def read_out(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` estimates of the target's final hidden states to logits ``[..., Vd]``."""
-        return self.target.scale_logits(self.output_layer(hidden))
+        return self.target.output.scaled(self.output_layer(hidden))
 
     def readable(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` hidden states of the layer as the output matrix reads them."""
@@ -60,13 +57,13 @@ class TargetOutputHead(AutoregressiveHead):
         return self.read_out(self.readable(hidden))
 
     def guess_context(self, hidden: Tensor, rows: OutputRows, step: int = 0) -> Tensor:
-        return self.target.scale_logits(rows(self.readable(hidden)))
+        return self.target.output.scaled(rows(self.readable(hidden)))
 
     @property
     def output_layer(self) -> nn.Linear:
         """The target's output matrix over the draft vocabulary."""
         if not self._output:
-            rows, bias = self.target.output_rows(self.draft_ids)
+            rows, bias = self.target.output.rows(self.draft_ids)
             like = next(self.parameters())
             layer = nn.Linear(rows.shape[1], rows.shape[0], bias=bias is not None, device="meta")
             layer.weight = nn.Parameter(rows.to(like).detach(), requires_grad=False)
@@ -85,8 +82,7 @@ class TargetOutputHead(AutoregressiveHead):
 
     @property
     def graph_settings(self) -> str:
-        scaling = {name: getattr(self.target.config, name, None) for name in LOGIT_SETTINGS}
-        return f"{super().graph_settings} {scaling} {inspect.getsource(Target.scale_logits)}"
+        return f"{super().graph_settings} {self.target.output.scaling}"
 
     @cached_property
     def _packed(self) -> PackedLinears:
