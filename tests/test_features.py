@@ -203,17 +203,19 @@ def test_the_time_is_estimated_from_a_timed_pass(monkeypatch: pytest.MonkeyPatch
     assert "positions/s" in estimate.sentence()
 
 
-def test_heads_that_do_not_attend_keep_little_of_a_prompt() -> None:
-    config = RunConfig(head=HeadSection(steps=3))
-    assert prompt_window(config, HEADS["medusa"]) == 4
-    assert prompt_window(config, HEADS["eagle3"]) is None
+@pytest.mark.parametrize(
+    "section",
+    [HeadSection(steps=3, draft_vocab_size=None), HeadSection(steps=3, sizes={"context_vocabulary": False})],
+)
+def test_heads_that_neither_attend_nor_take_up_the_text_keep_little_of_a_prompt(section: HeadSection) -> None:
+    assert prompt_window(RunConfig(head=section), HEADS["medusa"]) == 4
+    assert prompt_window(RunConfig(head=section), HEADS["eagle3"]) is None
+    assert prompt_window(RunConfig(head=HeadSection(steps=3)), HEADS["medusa"]) is None
     for asked, expected in ((7, 7), ("all", None)):
-        config = RunConfig(head=HeadSection(steps=3), features=FeaturesConfig(prompt_positions=asked))
+        config = RunConfig(head=section, features=FeaturesConfig(prompt_positions=asked))
         assert prompt_window(config, HEADS["medusa"]) == expected
     with pytest.raises(ConfigError, match=r"features\.prompt_positions is 2.*at least 4"):
-        prompt_window(
-            RunConfig(head=HeadSection(steps=3), features=FeaturesConfig(prompt_positions=2)), HEADS["medusa"]
-        )
+        prompt_window(RunConfig(head=section, features=FeaturesConfig(prompt_positions=2)), HEADS["medusa"])
 
 
 @pytest.mark.parametrize("family", sorted(name for name, head in HEADS.items() if not head.attends_to_prompt))

@@ -126,8 +126,9 @@ class FeaturesConfig:
             (half the time; the target's distributions move by about 1 % in total variation), else the target's own.
             Only a float32 target can compute in another precision than its own.
         prompt_positions: how much of each prompt the head is shown, in positions before the answer. ``all`` of it is
-            what a head sees when it drafts. ``auto`` is all for heads that attend to the text before (EAGLE), and the
-            few that are needed for those that do not (Medusa): their cache is of answers alone. A number is a window.
+            what a head sees when it drafts. ``auto`` is all for heads that attend to the text before or guess its
+            tokens (``sizes.context_vocabulary``), and the few that are needed for others: their cache is of answers
+            alone. A number is a window.
         storage: precision of the cache; int8 halves it.
         budget_gb: gigabytes (1e9 bytes) that the cache's folder may take. Caches of other targets or data in it are
             removed first; what still does not fit is computed anew in every pass. null for no limit but the disk's.
@@ -148,8 +149,8 @@ class HeadSection:
     Attributes:
         family: one of ``mtp.available_heads()``.
         steps: unrolled steps, or heads.
-        draft_vocab_size: most frequent tokens that the head can propose; null for the whole vocabulary. Heads of the
-            families eagle3, eagle and mtp can also propose the tokens of the text so far, and need fewer, unless
+        draft_vocab_size: most frequent tokens that the head can propose; null for the whole vocabulary. All heads but
+            assistants can also propose the tokens of the text so far, and need fewer, unless
             ``sizes.context_vocabulary`` is false.
         nodes: nodes of the trees it proposes by default.
         sizes: other sizes of the family's config, for example ``intermediate_size``.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtp.heads import Head
+from mtp.heads.extending import ExtendingHead
 from mtp.target import Target
 from train.config import ConfigError, RunConfig
 from train.data import Row
@@ -90,7 +91,8 @@ def prompt_window(config: RunConfig, head: type[Head]) -> int | None:
     needed = config.head.steps + 1  # step s guesses a token from the position s + 2 before it
     if wanted == "auto":
         # A target that is trained along reads the rows itself, and its answers depend on the whole prompt.
-        return None if head.attends_to_prompt or config.target.adapter.rank > 0 else needed
+        whole = head.attends_to_prompt or takes_up_text(config, head) or config.target.adapter.rank > 0
+        return None if whole else needed
     if wanted == "all":
         return None
     if wanted < needed:
@@ -99,3 +101,9 @@ def prompt_window(config: RunConfig, head: type[Head]) -> int | None:
             f"are guessed from {needed} positions before it. Expected at least {needed}, auto or all."
         )
     return wanted
+
+
+def takes_up_text(config: RunConfig, head: type[Head]) -> bool:
+    """Whether the head is to guess tokens of the text too, those of the prompt among them."""
+    asked = bool(config.head.sizes.get("context_vocabulary", True))
+    return asked and issubclass(head, ExtendingHead) and config.head.draft_vocab_size is not None
