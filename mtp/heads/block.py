@@ -185,10 +185,10 @@ class BlockHead(CachingHead):
         for step in range(min(steps, slots)):
             trained = batch.bases(step + 2)[rows, positions]
             r, at, slot = rows[trained], positions[trained] + 1 + step, x[trained, step]
-            seen = self.remember(slot, states.tokens[r, at], step)
-            logits = self.guess(slot) + self.markov_up(seen) if step else self.guess(slot)
-            logits = self.joined(logits, self.read_beside(slot, seen), 0, added, r, at)
-            predictions.append(Prediction(logits, r, at, confidence=self.confidence_in(slot, seen)))
+            remembered = self.remember(slot, states.tokens[r, at], step)
+            logits = self.guess(slot) + self.markov_up(remembered) if step else self.guess(slot)
+            logits = self.joined(logits, self.read_beside(slot, remembered), 0, added, r, at)
+            predictions.append(Prediction(logits, r, at, confidence=self.confidence_in(slot, remembered)))
         return predictions
 
     @torch.no_grad()
