@@ -118,6 +118,14 @@ def test_what_can_be_guessed_grows_with_the_answer_and_shrinks_with_its_batch(fa
     assert len({len(here) for here, _ in seen}) > 1  # it grew
 
 
+@pytest.mark.parametrize("family", TAKING_UP)
+def test_tokens_of_the_text_are_guessed_under_autocast(family: str, target: Target) -> None:
+    model = SpeculativeModel(target, taking_up(family, target))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model.generate(**padded(random_prompts([9, 5])), max_new_tokens=8, do_sample=False, nodes=12)
+    assert found.shape == (2, 17)
+
+
 def test_a_text_that_is_taken_back_is_forgotten(target: Target) -> None:
     head = taking_up("eagle3", target)
     ids = head.draft_ids

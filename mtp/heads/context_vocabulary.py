@@ -199,6 +199,8 @@ class ContextVocabulary:
             self._set(self.tokens.joined_by(text, torch.cat(positions, dim=1), wanted))
 
     def select_rows(self, rows: Tensor) -> None:
+        if self._has_read and not growth.may_ask(rows.device):
+            self._waiting = []  # of a batch, which no prompt follows
         self._waiting = [(tokens[rows], counts[rows], before[rows]) for tokens, counts, before in self._waiting]
         self.lengths = self.lengths[rows]
         self._set(self.tokens.of_rows(rows))

@@ -147,7 +147,9 @@ class ExtendingHead(Head):
         Args:
             rows: of these tokens in the target's output matrix.
         """
-        return rows(hidden * self.context_scale[step]) + self.context_bias[step]
+        # Of one dimension: under autocast a scalar would leave hidden states in half precision, and rows are not.
+        own = slice(step, step + 1)
+        return rows(hidden * self.context_scale[own]) + self.context_bias[own]
 
     @property
     def takes_up(self) -> bool:
