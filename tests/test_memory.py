@@ -99,6 +99,18 @@ def test_activation_checkpointing_gives_the_very_same_gradients(family: str, nar
 
 
 @pytest.mark.parametrize("family", RECOMPUTING)
+def test_the_very_first_step_can_be_computed_again(family: str, target: Target) -> None:
+    rows = rows_of(23, 9)
+    losses = []
+    for asked in (True, False):
+        head = tiny_head(family, target, draft_vocab=8, **SIZES.get(family, {})).train()
+        head.activation_checkpointing = asked
+        loss, _ = take_step(head, batch_of(target, head, rows), rows)
+        losses.append(loss)
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("family", RECOMPUTING)
 def test_activation_checkpointing_takes_less_memory(
     family: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

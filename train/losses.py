@@ -116,8 +116,8 @@ class Labels:
     """What the target says where a head predicts.
 
     Attributes:
-        probs: ``[M, V]`` its distribution over the draft vocabulary.
-        tokens: ``[M]`` the text's tokens, as indices into the draft vocabulary; ``OUTSIDE`` for those it does not hold.
+        probs: ``[M, V']`` its distribution over the batch's vocabulary (``Head.vocabulary``).
+        tokens: ``[M]`` the text's tokens, as indices into that; ``OUTSIDE`` for those that cannot be guessed there.
         hidden: ``[M, H]`` its last hidden states.
     """
 

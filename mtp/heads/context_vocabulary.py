@@ -6,7 +6,8 @@ SmolLM2-135M-Instruct to Spec-Bench, 12.8 % of the tokens are outside of the 8,1
 answers (translation: 31 %), but only 2.3 % are neither among these nor in the text so far.
 
 So a head may guess all tokens of the text so far as well: those that it lacks borrow their rows of the target's own
-output matrix.  It is trained as it drafts, each position with what its own text holds up to there.
+output matrix.  It is trained with what each position's own text holds up to there.  (Drafted tokens are no part of the
+text yet: steps further ahead are trained with a few tokens more than they are drafted with.)
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,25 +45,6 @@ class ExtendingConfig(HeadConfig):
         return self.context_vocabulary and self.draft_vocab_size < self.vocab_size
 
 
-class Generation(Protocol):
-    """What a head knows of one generation.
-
-    Attributes:
-        context: what the texts add to the vocabulary; None where they add nothing.
-    """
-
-    context: ContextVocabulary | None
-
-    def observe(self, states: TargetStates) -> None:
-        """The target has read more; see ``Drafter.observe``."""
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep only these rows."""
-
-    def rewind(self, length: int) -> int:
-        """Keep at most the first ``length`` tokens; see ``Drafter.rewind``."""
-
-
 @dataclass
 class LastStates:
     """A generation of which a head reads no more than where its texts end.
@@ -77,6 +58,7 @@ class LastStates:
     context: ContextVocabulary | None
 
     def observe(self, states: TargetStates) -> None:
+        """Go on to where ``states`` end."""
         self.hidden = last_of(states)
         if self.context is not None:
             self.context.observe(states.tokens, states.counts)
@@ -111,10 +93,14 @@ class Added:
 
 
 class ExtendingHead(Head):
-    """See the module's text."""
+    """See the module's text.
+
+    Attributes:
+        state: the generation at hand.  Families that keep more of it have a state of their own, with the same methods.
+    """
 
     config: ExtendingConfig
-    state: Any  # a Generation; families with more in theirs say which
+    state: Any
     context_scale: nn.Parameter
     context_bias: nn.Parameter
 

@@ -45,7 +45,7 @@ class GrowingHead(ExtendingHead):
     """A head that carries something from each drafted token to those behind it (``carry [B, W, C]``).
 
     A family says how the roots are read (``first``) and how a token is taken in (``then``).  Of the text it knows the
-    target's last hidden state alone, unless a family keeps more.
+    tokens and the target's last hidden state, unless a family keeps more.
     """
 
     config: GrowingConfig

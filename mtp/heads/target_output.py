@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mtp.heads.autoregressive import AutoregressiveHead
+from mtp.heads.base import Prediction, TrainingBatch
 from mtp.heads.context_vocabulary import OutputRows
 from mtp.packing import PackedLinears
 from mtp.target import Target
@@ -44,6 +45,10 @@ class TargetOutputHead(AutoregressiveHead):
     def set_draft_vocabulary(self, draft_ids: Tensor) -> None:
         super().set_draft_vocabulary(draft_ids)
         self._forget_output()
+
+    def unroll(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
+        _ = self.output_layer  # made here: in a step that is computed again it would be there the second time
+        return super().unroll(batch, steps)
 
     def read_out(self, hidden: Tensor) -> Tensor:
         """``[..., H]`` estimates of the target's final hidden states to logits ``[..., Vd]``."""
